@@ -1,0 +1,139 @@
+"""YAML file + dotted overrides -> RunConfig. The only reader of YAML and of Ratchet's environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from configs.schema import RunConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: one line per fault, each with key, value and what was expected."""
+
+
+def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
+    """Read `path`, apply `overrides` (`"a.b=value"` strings, or a mapping of dotted keys) and validate.
+
+    A file may start from another with `extends: other.yaml` (relative to itself) and then holds only its
+    differences. `${NAME}` and `${NAME:-default}` in string values are read from the environment.
+
+    Raises ConfigError.
+    """
+    tree = _read(Path(path), seen=())
+    pairs = list(overrides.items()) if isinstance(overrides, Mapping) else [_split(text) for text in overrides]
+    for key, value in pairs:
+        _set(tree, key, value)
+    try:
+        return RunConfig.model_validate(_expand(tree))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error))) from None
+
+
+def explain(error: ValidationError) -> list[str]:
+    """One line per fault: dotted key, what was expected, what was found."""
+    lines = []
+    for fault in error.errors():
+        key = ".".join(str(part) for part in fault["loc"]) or "config"
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            message = "unknown key; see configs/schema.py for what may be asked"
+        elif fault["type"] != "value_error" and not isinstance(fault["input"], dict | list):
+            message = f"{message}; found {fault['input']!r}"
+        lines.append(f"{key}: {message}")
+    return lines
+
+
+def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path in seen:
+        raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such configuration file (looked from {Path.cwd()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, found {type(tree).__name__}")
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    return _merge(_read(path.parent / str(base), seen=(*seen, path)), tree)
+
+
+def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Deep merge; a mapping that names another `kind` or `name` replaces the base's instead."""
+    merged = dict(base)
+    for key, value in change.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict) and not _other_variant(old, value):
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _other_variant(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    return any(tag in new and new[tag] != old.get(tag, new[tag]) for tag in ("kind", "name"))
+
+
+def _split(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {text!r}: expected key=value, for example algorithm.kl_coef=0.02")
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {text!r}: the value is not YAML") from None
+
+
+def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    node: Any = tree
+    for depth, part in enumerate(parents):
+        if isinstance(node, list):
+            node = _item(node, part, dotted)
+            continue
+        child = node.get(part)
+        if not isinstance(child, dict | list):
+            child = node[part] = {}
+        node = child
+        if not isinstance(node, dict | list):
+            raise ConfigError(f"override {dotted}: {'.'.join(parents[: depth + 1])} holds no keys")
+    if isinstance(node, list):
+        _item(node, last, dotted)
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def _item(items: list[Any], part: str, dotted: str) -> Any:
+    if not part.isdigit() or int(part) >= len(items):
+        raise ConfigError(f"override {dotted}: {part!r} is not an index below {len(items)}")
+    return items[int(part)]
+
+
+def _expand(node: Any) -> Any:
+    """Replace ${NAME} and ${NAME:-default} in every string."""
+    if isinstance(node, dict):
+        return {key: _expand(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_expand(value) for value in node]
+    if isinstance(node, str) and "${" in node:
+        head, _, rest = node.partition("${")
+        name, _, tail = rest.partition("}")
+        name, has_default, default = name.partition(":-")
+        value = os.environ.get(name, default if has_default else None)
+        if value is None:
+            raise ConfigError(f"environment variable {name} is not set and has no default (in {node!r})")
+        return _expand(head + value + tail)
+    return node

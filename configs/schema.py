@@ -1,0 +1,119 @@
+"""Everything a run may ask for, as one frozen record. Loading it needs neither torch nor Prefect."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.algorithms import Algorithm, Ppo
+from configs.base import Frozen
+from configs.models import FromScratch, ModelConfig, RewardModelConfig, SftConfig
+from configs.resources import Resources
+from configs.rewards import RewardModelSource, RewardSource, VerifierSource
+from configs.sources import DataConfig
+
+
+class Sampling(Frozen):
+    """How completions are sampled for training. The loss sees the same temperature."""
+
+    temperature: float = Field(default=1.0, gt=0.0)
+    max_completion_tokens: int = Field(default=16, ge=1)
+
+
+class Rounds(Frozen):
+    """The loop: generate, score, estimate, update, `count` times."""
+
+    count: int = Field(default=8, ge=1)
+    prompts_per_round: int = Field(default=64, ge=1)
+    group_size: int = Field(default=1, ge=1, description="rollouts of one prompt in one round")
+    prompts_per_shard: int = Field(
+        default=64, ge=1, description="prompts per rollout file: the most that a crash can cost"
+    )
+
+
+class Evaluation(Frozen):
+    """Greedy completions of held-out prompts, before the first round and after every `every` rounds.
+
+    rewards: the sources measured, each reported under its name. metric: the one that picks the best round.
+    """
+
+    prompts: int = Field(default=256, ge=1)
+    every: int = Field(default=1, ge=1)
+    rewards: tuple[RewardSource, ...] = (VerifierSource(verifier="exact_match"),)
+    metric: str = "exact_match"
+    samples: int = Field(default=8, ge=0, description="completions shown in the report")
+
+    @model_validator(mode="after")
+    def _metric_is_measured(self) -> "Evaluation":
+        names = [source.name for source in self.rewards]
+        if self.metric not in names:
+            raise ValueError(f"metric {self.metric!r} is not among the evaluation rewards {names}")
+        return self
+
+
+class Tracking(Frozen):
+    """wandb. "auto": online where a key is set, offline otherwise."""
+
+    wandb: Literal["off", "auto", "offline"] = "off"
+    project: str = "ratchet"
+
+
+class RunConfig(Frozen):
+    """One run of the flow `rlhf`, complete."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")
+    seed: int = Field(default=17, ge=0, lt=2**31)
+    store: str = Field(default="outputs", description="directory of artifacts and runs")
+    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    sft: SftConfig | None = SftConfig()
+    reward_model: RewardModelConfig | None = None
+    algorithm: Algorithm
+    rewards: tuple[RewardSource, ...] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    rounds: Rounds = Rounds()
+    evaluation: Evaluation = Evaluation()
+    resources: Resources = Resources()
+    tracking: Tracking = Tracking()
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether any part of the run reads a reward model."""
+        sources = (*self.rewards, *self.evaluation.rewards)
+        return isinstance(self.algorithm, Ppo) or any(isinstance(s, RewardModelSource) for s in sources)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
+        algorithm, rounds = self.algorithm, self.rounds
+        if algorithm.name == "grpo" and rounds.group_size < 2:
+            raise ValueError(f"rounds.group_size: grpo needs at least 2 rollouts per prompt, found {rounds.group_size}")
+        rollouts = rounds.prompts_per_round * rounds.group_size
+        if rollouts < algorithm.num_minibatches:
+            raise ValueError(
+                f"algorithm.num_minibatches: expected at most {rollouts} (prompts_per_round x group_size), "
+                f"found {algorithm.num_minibatches}"
+            )
+        if self.sft is not None and self.data.demonstrations is None:
+            raise ValueError("data.demonstrations: expected a source, because sft is set; found none")
+        if self.sft is None and isinstance(self.model.base, FromScratch):
+            raise ValueError("sft: a model from scratch must be fine-tuned first; set sft, or model.base.path")
+        if self.uses_reward_model and self.reward_model is None:
+            raise ValueError("reward_model: expected settings, because ppo or a reward source needs it; found none")
+        if self.reward_model is not None and self.data.preferences is None:
+            raise ValueError("data.preferences: expected a source, because reward_model is set; found none")
+        for where, sources in (("rewards", self.rewards), ("evaluation.rewards", self.evaluation.rewards)):
+            names = [source.name for source in sources]
+            if len(set(names)) != len(names):
+                raise ValueError(f"{where}: expected distinct names, found {names}")
+        judge = getattr(self.data.preferences, "judge", ())
+        if any(isinstance(source, RewardModelSource) for source in judge):
+            raise ValueError("data.preferences.judge: the reward model cannot judge the pairs it is trained on")
+        if isinstance(self.model.base, FromScratch):
+            need = self.data.max_prompt_tokens + max(
+                self.sampling.max_completion_tokens, self.data.max_completion_tokens
+            )
+            if need > self.model.base.max_positions:
+                raise ValueError(
+                    f"model.base.max_positions: expected at least {need} (longest prompt + completion), "
+                    f"found {self.model.base.max_positions}"
+                )
+        return self

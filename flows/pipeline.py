@@ -1,0 +1,72 @@
+"""WHAT HAPPENS, IN ORDER: the whole pipeline, on one screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.algorithms import Ppo
+from configs.sources import PolicySamplesSource
+from flows.report import Report
+from flows.round import run_round
+from stages.update_policy.job import TrainerState
+from tasks.evaluate_policy import evaluate
+from tasks.initialize_critic import initialize_critic
+from tasks.prepare_datasets import prepare_datasets
+from tasks.preferences import sample_preferences
+from tasks.run import Outcome, Run
+from tasks.train_reward_model import train_reward_model
+from tasks.train_sft import train_sft
+
+Until = Literal["sft", "reward_model", "policy"]
+
+
+@dataclass(frozen=True)
+class Models:
+    """What the rounds start from and never change."""
+
+    data: Outcome
+    ref_policy: Outcome
+    reward_model: Outcome | None
+
+
+def pipeline(run: Run, *, until: Until) -> Report:
+    """Demonstrations -> SFT -> reward model -> critic -> rounds of generation and optimisation."""
+    report = Report(run)
+    data = prepare_datasets(run)
+    if not run.replay:
+        run.pool(run.generator_spec()).start()
+    policy = train_sft(run, data=data)
+    reward_model = None
+    if run.config.reward_model is not None and until != "sft":
+        preferences = run.config.data.preferences
+        pairs = data
+        if isinstance(preferences, PolicySamplesSource):
+            pairs = sample_preferences(run, source=preferences, data=data, policy=policy)
+        reward_model = train_reward_model(run, settings=run.config.reward_model, pairs=pairs, policy=policy)
+    models = Models(data=data, ref_policy=policy, reward_model=reward_model)
+    if until == "policy":
+        _rounds(run, models, report)
+    report.finish(policy=policy, reward_model=reward_model)
+    return report
+
+
+def _rounds(run: Run, models: Models, report: Report) -> None:
+    config = run.config
+    state = TrainerState(policy=models.ref_policy.ref)
+    if isinstance(config.algorithm, Ppo):
+        assert models.reward_model is not None, "the configuration requires one for ppo"
+        critic = initialize_critic(run, reward_model=models.reward_model)
+        state = TrainerState(policy=models.ref_policy.ref, critic=critic.ref)
+    data, reward_model = models.data, models.reward_model
+    report.start(evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment="before"))
+    for round_index in range(config.rounds.count):
+        result = run_round(
+            run, round_index=round_index, data=data, state=state, ref_policy=models.ref_policy, reward_model=reward_model
+        )
+        state = result.state
+        evaluation = None
+        if (round_index + 1) % config.evaluation.every == 0 or round_index + 1 == config.rounds.count:
+            moment = f"after-{round_index:03d}"
+            evaluation = evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment=moment)
+        report.add_round(result, evaluation)

@@ -1,0 +1,206 @@
+"""What a run came to: a line per round, a summary, Arrow metrics, Prefect artifacts. Computes nothing but means."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from prefect.artifacts import create_link_artifact, create_progress_artifact, create_table_artifact
+from prefect.artifacts import update_progress_artifact
+from prefect.context import FlowRunContext
+
+from flows.round import RoundResult
+from stages.artifacts import layout, schemas
+from stages.artifacts.durable import read_json, write_bytes, write_json
+from stages.artifacts.shards import read_rows, write_table
+from tasks.run import Outcome, Run
+from tasks.tracking import Tracker
+
+Row = dict[str, Any]
+_COLUMNS = ("round", "held_out", "reward", "kl", "entropy", "clip", "tokens", "gen_tok/s", "train_tok/s", "seconds")
+
+
+class Report:
+    """Collects what the rounds came to and shows it as it comes."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.rows: list[Row] = []
+        self.evaluations: list[tuple[int, Outcome]] = []
+        self.states: dict[int, Path] = {}
+        self._progress: Any = None
+        self._tracker = Tracker(run)
+
+    def start(self, evaluation: Outcome) -> None:
+        """The policy before the first round."""
+        self.evaluations.append((-1, evaluation))
+        self.run.display.say("  ".join(f"{name:>11}" for name in _COLUMNS))
+        self._show(round_row(-1, None, evaluation, self.run))
+
+    def add_round(self, result: RoundResult, evaluation: Outcome | None) -> None:
+        """A finished round."""
+        if evaluation is not None:
+            self.evaluations.append((result.round_index, evaluation))
+        self.states[result.round_index] = result.update.path
+        self._show(round_row(result.round_index, result, evaluation, self.run))
+        if not self.run.replay:
+            self._write_metrics()
+            self._tracker.log(result.round_index, self.rows[-1])
+            self._publish(result)
+
+    def finish(self, *, policy: Outcome, reward_model: Outcome | None) -> None:
+        """The summary: what got better, where everything lies, what to type next."""
+        lines = summary_lines(self, policy=policy, reward_model=reward_model)
+        if not self.run.replay:
+            self._write_metrics()
+            self._link_policies()
+            write_bytes(self.run.directory / "summary.md", ("\n".join(lines) + "\n").encode())
+            write_json(self.run.directory / "summary.json", self.summary())
+            self._tracker.finish()
+        for line in lines:
+            self.run.display.say(line)
+
+    def best(self) -> tuple[int, Outcome] | None:
+        """Round and evaluation with the best figure of `evaluation.metric`; the earliest of equals."""
+        name = f"{self.run.config.evaluation.metric}_mean"
+        return max(self.evaluations, key=lambda e: (e[1].metrics[name], -e[0]), default=None)
+
+    def summary(self) -> Row:
+        """The run's figures as one JSON document."""
+        best = self.best()
+        return {
+            "run": self.run.name,
+            "rounds": self.rows,
+            "best_round": best[0] if best else None,
+            "final_policy": str(self.states[max(self.states)] / "policy") if self.states else None,
+            "final_policy_sha256": policy_digest(self.states[max(self.states)]) if self.states else None,
+        }
+
+    def _show(self, row: Row) -> None:
+        self.rows.append(row)
+        cells = [row.get(name) for name in _COLUMNS]
+        shown = ["-" if c is None else f"{c:.4f}" if isinstance(c, float) and abs(c) < 100 else f"{c:.0f}" for c in cells]
+        shown[0] = "before" if row["round"] < 0 else str(row["round"])
+        self.run.display.say("  ".join(f"{text:>11}" for text in shown))
+
+    def _write_metrics(self) -> None:
+        """Every figure of every stage so far, as one Arrow file in the run directory."""
+        rows: list[Row] = []
+        for outcome in self.run.outcomes:
+            index = _round_of(outcome.label)
+            base = {"round_index": index, "stage": outcome.label, "step": -1}
+            figures = outcome.metrics | {"wall_seconds": outcome.seconds}
+            rows.extend(base | {"metric": name, "value": value} for name, value in sorted(figures.items()))
+            if (outcome.path / "metrics-00000.arrow").exists():
+                rows.extend(read_rows(outcome.path, "metrics", schemas.METRICS))
+        write_table(layout.run_metrics(self.run.directory), rows, schemas.METRICS)
+
+    def _link_policies(self) -> None:
+        """`best` and `last` in the run directory point at the policies' directories."""
+        best = self.best()
+        targets = {"last": max(self.states, default=None), "best": best[0] if best else None}
+        for name, index in targets.items():
+            if index is None or index not in self.states:
+                continue
+            link, temporary = self.run.directory / name, self.run.directory / f".{name}.tmp"
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self.states[index] / "policy")
+            os.replace(temporary, link)
+
+    def _publish(self, result: RoundResult) -> None:
+        """Table, link and progress in the Prefect UI."""
+        if FlowRunContext.get() is None:
+            return
+        count = self.run.config.rounds.count
+        percent = 100.0 * (result.round_index + 1) / count
+        table = [{name: row.get(name) for name in _COLUMNS} for row in self.rows]
+        create_table_artifact(table=table, key="rounds", description=f"Rounds of {self.run.name}")
+        create_link_artifact(
+            link=(result.rollouts.path / "rollouts-00000.arrow").as_uri(),
+            key=f"round-{result.round_index:03d}-rollouts",
+            link_text=f"rollouts of round {result.round_index}",
+        )
+        if self._progress is None:
+            self._progress = create_progress_artifact(progress=percent, key="progress", description="rounds done")
+        else:
+            update_progress_artifact(artifact_id=self._progress, progress=percent)
+
+
+def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None, run: Run) -> Row:
+    """One line of the table: held-out metric, training reward, KL to the reference, and so on."""
+    row: Row = {"round": index}
+    if evaluation is not None:
+        row["held_out"] = evaluation.metrics[f"{run.config.evaluation.metric}_mean"]
+        for source in run.config.evaluation.rewards:
+            row[f"held_out/{source.name}"] = evaluation.metrics[f"{source.name}_mean"]
+    if result is not None:
+        tasks = (result.rollouts, result.rewards, result.logprobs, result.advantages, result.update)
+        row |= {
+            "reward": result.rewards.metrics["total_mean"],
+            "kl": result.advantages.metrics["kl_to_ref_mean"],
+            "entropy": result.update.metrics["entropy"],
+            "clip": result.update.metrics["clip_fraction"],
+            "tokens": result.advantages.metrics["completion_tokens_mean"],
+            "gen_tok/s": result.rollouts.metrics["generated_tokens"] / result.rollouts.seconds,
+            "train_tok/s": result.update.metrics["completion_tokens"] / result.update.seconds,
+            "seconds": sum(task.seconds for task in tasks),
+        }
+    return row
+
+
+def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | None) -> list[str]:
+    """The end of a run, as a person reads it."""
+    run, lines = report.run, [""]
+    fresh = [outcome for outcome in run.outcomes if not outcome.reused]
+    lines.append(
+        f"run {run.name}: {len(run.outcomes)} stages, {len(fresh)} run now, {len(run.outcomes) - len(fresh)} already "
+        f"done, {time.monotonic() - run.started:.1f} s"
+    )
+    if reward_model is not None:
+        exam = reward_model.metrics
+        lines.append(
+            f"reward model: held-out pair accuracy {exam['held_out_accuracy']:.3f} "
+            f"[{exam['held_out_accuracy_low']:.3f}, {exam['held_out_accuracy_high']:.3f}] "
+            f"on {exam['held_out_pairs']:.0f} pairs, calibration error {exam['calibration_error']:.3f}"
+        )
+    best = report.best()
+    if best is not None and len(report.evaluations) > 1:
+        lines += _before_and_after(report, best[0])
+    lines += [f"policy after SFT: {policy.path / 'policy'}", f"everything of this run: {run.directory}"]
+    if report.states:
+        last = max(report.states)
+        lines.append(f"last policy: {run.directory / 'last'} -> {report.states[last] / 'policy'}")
+        lines.append(f"last policy's sha256: {policy_digest(report.states[last])}")
+    lines += ["", "what to type next:", "  the same command again: finds everything done, in seconds"]
+    lines.append("  --set algorithm.kl_coef=0.02: another run that shares every stage that does not depend on it")
+    return lines
+
+
+def _before_and_after(report: Report, best: int) -> list[str]:
+    (_, before), (_, after) = report.evaluations[0], report.evaluations[-1]
+    at_best = dict(report.evaluations)[best]
+    metric = report.run.config.evaluation.metric
+    lines = [f"{'held-out figures':<28}{'before':>10}{'best':>10}{'last':>10}"]
+    for source in report.run.config.evaluation.rewards:
+        name = f"{source.name}_mean"
+        figures = "".join(f"{outcome.metrics[name]:>10.3f}" for outcome in (before, at_best, after))
+        lines.append(f"  {source.name:<26}{figures}")
+    first = next(row for row in report.rows if "reward" in row)
+    lines.append(f"mean training reward: {first['reward']:.3f} in the first round, {report.rows[-1]['reward']:.3f} in the last")
+    where = "before the rounds" if best < 0 else f"after round {best}"
+    lines.append(f"best by {metric}: {where}")
+    return lines
+
+
+def policy_digest(artifact: Path) -> str:
+    """sha256 of an update's policy weights, from its manifest (of the first file, where they are in several)."""
+    files = read_json(artifact / layout.MANIFEST)["files"]
+    name = next(name for name in sorted(files) if name.startswith("policy/") and name.endswith(".safetensors"))
+    return str(files[name]["sha256"])
+
+
+def _round_of(label: str) -> int:
+    head, _, rest = label.partition("-")
+    return int(rest[:3]) if head in ("round", "after") and rest[:3].isdigit() else -1

@@ -1,0 +1,50 @@
+"""The error tree that stages and tasks share, and the exit code of each branch."""
+
+from __future__ import annotations
+
+
+class RatchetError(Exception):
+    """Something that a person can act on. `exit_code` tells the launcher what kind it is."""
+
+    exit_code = 1
+    kind = "fatal"
+
+
+class InputError(RatchetError, ValueError):
+    """Configuration or data that cannot be used: the same command fails again until the input changes."""
+
+    exit_code = 2
+    kind = "input"
+
+
+class GateError(RatchetError):
+    """A check between stages failed: going on would train on wrong numbers."""
+
+    exit_code = 3
+    kind = "gate"
+
+
+class DamagedArtifact(RatchetError):
+    """A committed artifact no longer matches its manifest."""
+
+    exit_code = 4
+    kind = "damaged"
+
+    def __init__(self, message: str, *, stage: str, fingerprint: str) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.fingerprint = fingerprint
+
+
+class LeaseHeld(RatchetError):
+    """Somebody else is at work on the same run or artifact."""
+
+    exit_code = 5
+    kind = "held"
+
+
+class TransientError(RatchetError):
+    """A worker was lost or something outside failed: worth another try."""
+
+    exit_code = 75
+    kind = "transient"

@@ -1,0 +1,56 @@
+"""Every path of a store is a function here. Knows names only: reads and writes nothing."""
+
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+JOB = "job.json"
+
+
+def artifact(store: Path, stage: str, fingerprint: str) -> Path:
+    """A committed artifact: exists if and only if it was renamed into place whole."""
+    return store / "artifacts" / stage / fingerprint
+
+
+def attempts(store: Path, stage: str, fingerprint: str) -> Path:
+    """The unfinished tries of one artifact, `0001`, `0002`, ..."""
+    return store / "attempts" / stage / fingerprint
+
+
+def quarantine(store: Path, stage: str, fingerprint: str) -> Path:
+    """Where damaged artifacts are kept for a person to look at."""
+    return store / "quarantine" / stage / fingerprint
+
+
+def lock(store: Path, stage: str, fingerprint: str) -> Path:
+    """The lock file of one artifact under construction."""
+    return store / "locks" / stage / f"{fingerprint}.lock"
+
+
+def run_directory(store: Path, run: str) -> Path:
+    """What a person looks at: configuration, jobs, logs, metrics, summary of one run."""
+    return store / "runs" / run
+
+
+def run_job(run: Path, label: str) -> Path:
+    """The job.json of one task of a run."""
+    return run / "jobs" / f"{label}.json"
+
+
+def run_log(run: Path, worker: str) -> Path:
+    """The log of one worker process."""
+    return run / "logs" / f"{worker}.log"
+
+
+def run_metrics(run: Path) -> Path:
+    """The run's figures, long form, Arrow."""
+    return run / "metrics.arrow"
+
+
+def digest_cache(store: Path) -> Path:
+    """Digests of the user's own input files by (path, size, mtime, inode)."""
+    return store / "digests.json"
+
+
+def shard(directory: Path, kind: str, index: int) -> Path:
+    """The index-th Arrow file of a kind, in canonical order."""
+    return directory / f"{kind}-{index:05d}.arrow"

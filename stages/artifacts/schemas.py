@@ -1,0 +1,133 @@
+"""Every Arrow schema, as a constant with a line per column and a version. Knows no stage."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+_IDS = pa.list_(pa.field("item", pa.int32(), nullable=False))
+_FLOATS = pa.list_(pa.field("item", pa.float32(), nullable=False))
+_KEY = [("prompt_id", pa.string(), "content hash of the prompt"), ("sample_index", pa.int32(), "0 .. group_size-1")]
+
+
+def _schema(name: str, version: int, columns: list[tuple[str, pa.DataType, str]]) -> pa.Schema:
+    fields = [pa.field(n, t, nullable=False, metadata={"doc": doc}) for n, t, doc in columns]
+    return pa.schema(fields, metadata={"ratchet.schema": name, "ratchet.version": str(version)})
+
+
+PROMPTS = _schema(
+    "prompts",
+    1,
+    [
+        ("prompt_id", pa.string(), "first 16 hex digits of the sha256 of the prompt's text"),
+        ("prompt", pa.string(), "text as the policy sees it, chat template applied, without BOS"),
+        ("prompt_ids", _IDS, "token ids, one BOS at most"),
+        ("answer", pa.string(), "reference for verifiers; empty if the source has none"),
+    ],
+)
+"""Prompts to sample from. One row per distinct prompt."""
+
+DEMONSTRATIONS = _schema(
+    "demonstrations",
+    1,
+    [
+        ("prompt_id", pa.string(), "as in prompts"),
+        ("prompt", pa.string(), "text, without BOS"),
+        ("completion", pa.string(), "text, without EOS"),
+        ("prompt_ids", _IDS, "token ids, one BOS at most"),
+        ("completion_ids", _IDS, "token ids, ending in EOS"),
+    ],
+)
+"""Supervised examples."""
+
+PAIRS = _schema(
+    "pairs",
+    1,
+    [
+        ("prompt_id", pa.string(), "as in prompts"),
+        ("prompt", pa.string(), "text, without BOS"),
+        ("chosen", pa.string(), "the preferred completion, text"),
+        ("rejected", pa.string(), "the other completion, text"),
+        ("prompt_ids", _IDS, "token ids, one BOS at most"),
+        ("chosen_ids", _IDS, "token ids, ending in EOS"),
+        ("rejected_ids", _IDS, "token ids, ending in EOS"),
+    ],
+)
+"""Preference pairs."""
+
+ROLLOUTS = _schema(
+    "rollouts",
+    1,
+    [
+        ("round_index", pa.int32(), "from 0; -1 outside the training rounds"),
+        *_KEY,
+        ("group_id", pa.string(), "<round_index>/<prompt_id>: the rollouts of one prompt in one round"),
+        ("policy_version", pa.string(), "fingerprint of the weights that sampled"),
+        ("prompt_ids", _IDS, "token ids"),
+        ("completion_ids", _IDS, "sampled token ids, the EOS included where it was sampled"),
+        ("rollout_logprobs", _FLOATS, "of completion_ids, by the generator, after temperature; nats"),
+        ("finish_reason", pa.dictionary(pa.int8(), pa.string()), "stop (EOS sampled) or length (cut)"),
+        ("prompt", pa.string(), "text, for people"),
+        ("completion", pa.string(), "text, for people and verifiers, without special tokens"),
+        ("answer", pa.string(), "reference for verifiers; empty if there is none"),
+    ],
+)
+"""One prompt, one completion and what was recorded while sampling."""
+
+REWARDS = _schema(
+    "rewards",
+    1,
+    [
+        *_KEY,
+        ("source", pa.string(), "name of the reward source; `total` is the weighted sum"),
+        ("reward", pa.float32(), "after the source's normalising and clipping, before its weight"),
+    ],
+)
+"""Rewards in long form: a row per rollout and source."""
+
+LOGPROBS = _schema(
+    "logprobs",
+    1,
+    [
+        *_KEY,
+        ("old_logprobs", _FLOATS, "of completion_ids, by the trainer at the round's start; nats"),
+        ("ref_logprobs", _FLOATS, "by the frozen reference; empty lists where no KL is asked for"),
+        ("values", _FLOATS, "critic output before each completion token; empty lists without a critic"),
+    ],
+)
+"""What the trainer's models say of the rollouts before the update."""
+
+ADVANTAGES = _schema(
+    "advantages",
+    1,
+    [
+        *_KEY,
+        ("token_rewards", _FLOATS, "per completion token, KL shaping included where it is placed there"),
+        ("advantages", _FLOATS, "per completion token, as the loss takes them"),
+        ("returns", _FLOATS, "value targets per completion token; empty lists without a critic"),
+    ],
+)
+"""Credit per completion token."""
+
+METRICS = _schema(
+    "metrics",
+    1,
+    [
+        ("round_index", pa.int32(), "-1 before the rounds"),
+        ("stage", pa.string(), "which stage measured it"),
+        ("step", pa.int32(), "optimizer step inside the stage; -1 for the stage as a whole"),
+        ("metric", pa.string(), "name, with its unit"),
+        ("value", pa.float64(), "the figure"),
+    ],
+)
+"""Figures in long form."""
+
+ALL: dict[str, pa.Schema] = {
+    "prompts": PROMPTS,
+    "demonstrations": DEMONSTRATIONS,
+    "pairs": PAIRS,
+    "rollouts": ROLLOUTS,
+    "rewards": REWARDS,
+    "logprobs": LOGPROBS,
+    "advantages": ADVANTAGES,
+    "metrics": METRICS,
+}

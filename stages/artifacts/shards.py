@@ -1,0 +1,99 @@
+"""Reading and writing Arrow *files* with a known schema. Knows nothing of what the rows mean."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.ipc
+
+from stages.artifacts.durable import digest_file, read_json, sync_directory, sync_file, write_json
+from stages.artifacts.errors import InputError
+
+_ROWS_PER_BATCH = 4096
+
+
+def write_table(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -> None:
+    """Write `rows` as one Arrow file of bounded record batches, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for start in range(0, len(rows), _ROWS_PER_BATCH):
+            writer.write_batch(pa.RecordBatch.from_pylist(list(rows[start : start + _ROWS_PER_BATCH]), schema=schema))
+    sync_file(temporary)
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def read_table(path: Path, schema: pa.Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read the named columns of one Arrow file. Raises InputError if its schema is not the expected one."""
+    with pa.OSFile(str(path), "rb") as source, pa.ipc.open_file(source) as reader:
+        expected, found = schema.metadata or {}, reader.schema.metadata or {}
+        for key in (b"ratchet.schema", b"ratchet.version"):
+            if found.get(key) != expected.get(key):
+                raise InputError(
+                    f"{path}: expected {key.decode()} {(expected.get(key) or b'none').decode()}, "
+                    f"found {(found.get(key) or b'none').decode()}"
+                )
+        table = reader.read_all()
+    return table.select(list(columns)) if columns is not None else table
+
+
+def read_rows(
+    directory: Path, kind: str, schema: pa.Schema, *, columns: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """All rows of the `kind-NNNNN.arrow` files of an artifact, in file order."""
+    paths = sorted(directory.glob(f"{kind}-?????.arrow"))
+    if not paths:
+        raise InputError(f"{directory}: expected {kind}-00000.arrow and so on, found none")
+    return [row for path in paths for row in read_table(path, schema, columns=columns).to_pylist()]
+
+
+def by_key(rows: Sequence[dict[str, Any]], *, where: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rows by (prompt_id, sample_index). Raises InputError naming a key that occurs twice."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in rows:
+        key = (row["prompt_id"], row["sample_index"])
+        if key in found:
+            raise InputError(f"{where}: row {key} occurs twice; expected each (prompt_id, sample_index) once")
+        found[key] = row
+    return found
+
+
+def same_keys(left: dict[Any, Any], right: dict[Any, Any], *, left_name: str, right_name: str) -> None:
+    """Raise InputError unless two files hold exactly the same rows."""
+    for key in sorted(left.keys() ^ right.keys()):
+        here, there = (left_name, right_name) if key in left else (right_name, left_name)
+        raise InputError(f"row {key} is in {here} but not in {there}; expected the same rows in both")
+
+
+def seal(path: Path) -> None:
+    """Mark a finished shard of an unfinished attempt, so that a later attempt may adopt it.
+
+    The mark lies beside the attempt, never in it: once the artifact is committed, its manifest speaks.
+    """
+    write_json(_mark(path), {"sha256": digest_file(path), "bytes": path.stat().st_size})
+
+
+def adopt(path: Path, *, earlier: Sequence[Path]) -> bool:
+    """Take over a sealed, undamaged shard of the same name from an earlier attempt. True if there was one."""
+    for attempt in earlier:
+        old = attempt / path.name
+        mark = _mark(old)
+        if not (old.exists() and mark.exists()):
+            continue
+        try:
+            sealed = read_json(mark)
+        except ValueError:
+            continue
+        if sealed == {"sha256": digest_file(old), "bytes": old.stat().st_size}:
+            os.link(old, path)
+            seal(path)
+            return True
+    return False
+
+
+def _mark(path: Path) -> Path:
+    return path.parent.with_name(f"{path.parent.name}.sealed") / f"{path.name}.json"

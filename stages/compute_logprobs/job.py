@@ -1,0 +1,41 @@
+"""Contract of compute_logprobs: what policy, reference and critic say of the rollouts before the update."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from configs.base import Frozen
+from stages.artifacts.store import ArtifactRef
+from stages.job import Job
+from stages.update_policy.job import TrainerState, UpdateSettings
+
+
+class Inputs(Frozen):
+    """rollouts: generate_rollouts. state: the trainer at the round's start. ref_policy: train_sft, where a KL is
+    asked for or reported."""
+
+    rollouts: ArtifactRef
+    state: TrainerState
+    ref_policy: ArtifactRef
+
+
+class Parameters(Frozen):
+    """settings: as update_policy gets them, so that one resident trainer serves both.
+
+    max_mismatch: bound of the gate on |old_logprobs - rollout_logprobs|: the largest difference in float32, the
+    mean difference in bfloat16; nats.
+    """
+
+    temperature: float
+    settings: UpdateSettings
+    max_mismatch: float
+
+
+class ComputeLogprobs(Job):
+    """Writes logprobs-00000.arrow. Gate: generator and trainer agree on every rollout of this round."""
+
+    STAGE: ClassVar[str] = "compute_logprobs"
+    VERSION: ClassVar[int] = 1
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
+    inputs: Inputs
+    parameters: Parameters

@@ -1,0 +1,106 @@
+"""compute_logprobs: the round's models look at its rollouts before anything is updated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.artifacts import layout, schemas
+from stages.artifacts.errors import GateError
+from stages.artifacts.shards import read_rows, write_table
+from stages.artifacts.store import open_artifact
+from stages.compute_logprobs.job import ComputeLogprobs
+from stages.engines.deepspeed_engine import sum_over_ranks
+from stages.models.language import TokenLogprobs, load_policy
+from stages.program import Context, Metrics
+from stages.trainer import Trainer, resident_trainer
+
+
+def run(job: ComputeLogprobs, context: Context) -> Metrics:
+    """Write one logprobs file per rank."""
+    parameters = job.parameters
+    rows = read_rows(open_artifact(job.store, job.inputs.rollouts), "rollouts", schemas.ROLLOUTS)
+    rows.sort(key=lambda row: (row["prompt_id"], row["sample_index"]))
+    _require_version(rows, job.inputs.state.policy.fingerprint)
+    trainer = resident_trainer(job, parameters.settings, job.inputs.state, context)
+    reference = _reference(job, trainer, context)
+    results = _forward(rows, trainer, reference, parameters.temperature, context)
+    results.sort(key=lambda result: (result["prompt_id"], result["sample_index"]))
+    write_table(layout.shard(context.out, "logprobs", context.rank), results, schemas.LOGPROBS)
+    return _gate(rows, results, parameters.max_mismatch, parameters.settings.model.dtype, context.out)
+
+
+def _require_version(rows: list[dict[str, Any]], expected: str) -> None:
+    for row in rows:
+        if row["policy_version"] != expected:
+            raise GateError(
+                f"rollout ({row['prompt_id']}, {row['sample_index']}) was sampled by policy {row['policy_version']}; "
+                f"expected {expected}: stale weights in the generator"
+            )
+
+
+def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> TokenLogprobs:
+    """The frozen reference, kept between rounds."""
+    key = ("ref_policy", job.inputs.ref_policy.fingerprint)
+    if key not in context.live:
+        directory = open_artifact(job.store, job.inputs.ref_policy) / "policy"
+        model = load_policy(directory, dtype=job.parameters.settings.model.dtype).to(trainer.device)
+        context.live[key] = TokenLogprobs(model).eval().requires_grad_(False)
+    reference: TokenLogprobs = context.live[key]
+    return reference
+
+
+@torch.no_grad()
+def _forward(
+    rows: list[dict[str, Any]], trainer: Trainer, reference: TokenLogprobs, temperature: float, context: Context
+) -> list[dict[str, Any]]:
+    trainer.policy.train(False)
+    if trainer.critic is not None:
+        trainer.critic.train(False)
+    results: list[dict[str, Any]] = []
+    batches = trainer.split(rows, context)
+    for done, microbatch in enumerate(batches):
+        batch = trainer.batch(rows, microbatch)
+        inputs = (batch.input_ids_BL, batch.select_BL, batch.targets_N, temperature)
+        columns = {"old_logprobs": trainer.policy(*inputs)[0], "ref_logprobs": reference(*inputs)[0]}
+        if trainer.critic is not None:
+            columns["values"] = trainer.values(batch)
+        pieces = {name: tensor.float().cpu().split(batch.lengths) for name, tensor in columns.items()}
+        for place, index in enumerate(() if microbatch.is_filler else microbatch.rows):
+            row = rows[index]
+            result = {"prompt_id": row["prompt_id"], "sample_index": row["sample_index"], "values": []}
+            results.append(result | {name: split[place].tolist() for name, split in pieces.items()})
+        context.progress("logprobs", done + 1, len(batches))
+    return results
+
+
+def _gate(
+    rows: list[dict[str, Any]], results: list[dict[str, Any]], bound: float, dtype: str, out: Path
+) -> Metrics:
+    """Compare the generator's and the trainer's logprobs: stale weights or a shifted mask show here first."""
+    sampled = {(row["prompt_id"], row["sample_index"]): row["rollout_logprobs"] for row in rows}
+    worst, where, total, count = 0.0, "", 0.0, 0
+    for result in results:
+        key = (result["prompt_id"], result["sample_index"])
+        for position, (ours, theirs) in enumerate(zip(result["old_logprobs"], sampled[key], strict=True)):
+            difference = abs(ours - theirs)
+            total, count = total + difference, count + 1
+            if not difference <= worst:
+                worst, where = difference, f"rollout {key}, completion token {position}"
+    sums = sum_over_ranks([total, float(count)])
+    mean = sums[0] / max(1.0, sums[1])
+    found, name = (worst, "largest") if dtype == "float32" else (mean, "mean")
+    if not found <= bound:
+        raise GateError(
+            f"generator and trainer disagree: {name} |old_logprobs - rollout_logprobs| is {found:.3g} nats "
+            f"(worst: {where}); expected at most {bound:g}; artifact not committed: {out}"
+        )
+    return {"logprob_difference_max": worst, "logprob_difference_mean": mean}
+
+
+if __name__ == "__main__":
+    from stages.program import main
+
+    main("compute_logprobs")

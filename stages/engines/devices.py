@@ -1,0 +1,16 @@
+"""Which torch device a worker uses, and how deterministic it is. Names no engine."""
+
+from __future__ import annotations
+
+import torch
+
+from stages.job import Compute
+
+
+def open_device(compute: Compute) -> torch.device:
+    """The device of this process, with threads pinned and, on CPU, deterministic algorithms required."""
+    torch.set_num_threads(compute.threads)
+    if compute.device == "cuda":
+        return torch.device("cuda", 0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return torch.device("cpu")

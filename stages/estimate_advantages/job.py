@@ -1,0 +1,35 @@
+"""Contract of estimate_advantages: rewards and logprobs -> credit per completion token. Pure; seconds."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from configs.algorithms import Algorithm
+from configs.base import Frozen
+from stages.artifacts.store import ArtifactRef
+from stages.job import Job
+from stages.update_policy.job import TrainerState
+
+
+class Inputs(Frozen):
+    """rollouts, rewards, logprobs: of this round. state: holds the adaptive KL coefficient."""
+
+    rollouts: ArtifactRef
+    rewards: ArtifactRef
+    logprobs: ArtifactRef
+    state: TrainerState
+
+
+class Parameters(Frozen):
+    """algorithm: which estimator, and its numbers."""
+
+    algorithm: Algorithm
+
+
+class EstimateAdvantages(Job):
+    """Writes advantages-00000.arrow."""
+
+    STAGE: ClassVar[str] = "estimate_advantages"
+    VERSION: ClassVar[int] = 1
+    inputs: Inputs
+    parameters: Parameters

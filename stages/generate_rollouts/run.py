@@ -1,0 +1,156 @@
+"""generate_rollouts: sample completions shard by shard; each shard is durable as soon as it is whole."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from stages.artifacts import layout, schemas
+from stages.artifacts.durable import read_json
+from stages.artifacts.errors import InputError
+from stages.artifacts.seeds import seed_at
+from stages.artifacts.shards import adopt, read_rows, seal, write_table
+from stages.artifacts.store import earlier_attempts, open_artifact
+from stages.engines.vllm_engine import GenerationEngine, Request
+from stages.generate_rollouts.job import GenerateRollouts
+from stages.program import Context, Metrics
+
+Row = dict[str, Any]
+_ENGINE_LIVE = "generation_engine"
+
+
+def run(job: GenerateRollouts, context: Context) -> Metrics:
+    """Write this engine's shards of the batch; shards that an earlier attempt finished are taken over."""
+    parameters = job.parameters
+    prompts = select_prompts(job)
+    size = parameters.prompts_per_shard
+    shards = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    earlier = earlier_attempts(context.out)
+    missing = []
+    for index in range(context.rank, len(shards), context.world_size):
+        if not adopt(layout.shard(context.out, "rollouts", index), earlier=earlier):
+            missing.append(index)
+    tokens = 0
+    if missing:
+        engine, tokenizer = _engine(job, context), _tokenizer(job, context)
+        for done, index in enumerate(missing):
+            tokens += _generate(job, context, engine, tokenizer, shards[index], index)
+            context.progress("rollout shards", done + 1, len(missing))
+    return {"prompts": float(len(prompts)), "shards_generated": float(len(missing)), "generated_tokens": float(tokens)}
+
+
+def select_prompts(job: GenerateRollouts) -> list[Row]:
+    """The job's prompts: the window-th batch of an order shuffled anew each epoch, in canonical order.
+
+    Raises InputError if the training part holds fewer prompts than a batch.
+    """
+    parameters = job.parameters
+    rows = read_rows(open_artifact(job.store, job.inputs.data), f"prompts_{parameters.split}", schemas.PROMPTS)
+    rows.sort(key=lambda row: row["prompt_id"])
+    count = parameters.num_prompts
+    if count > len(rows):
+        if parameters.purpose == "training":
+            raise InputError(
+                f"rounds.prompts_per_round: expected at most {len(rows)} (prompts in the training part), found {count}"
+            )
+        count = len(rows)
+    per_epoch = len(rows) // count
+    epoch, slot = divmod(parameters.window, per_epoch)
+    random.Random(seed_at(job.seed, "prompt_order", parameters.split, epoch)).shuffle(rows)
+    return sorted(rows[slot * count : (slot + 1) * count], key=lambda row: row["prompt_id"])
+
+
+def _engine(job: GenerateRollouts, context: Context) -> GenerationEngine:
+    """The resident engine with the job's policy in it; started on the first call."""
+    parameters = job.parameters
+    policy = open_artifact(job.store, job.inputs.policy) / "policy"
+    version = job.inputs.policy.fingerprint
+    shape = (
+        {k: v for k, v in read_json(policy / "config.json").items() if k != "transformers_version"},
+        parameters.dtype,
+        parameters.max_prompt_tokens + parameters.max_completion_tokens,
+    )
+    held = context.live.get(_ENGINE_LIVE)
+    if held is not None and held[0] == shape:
+        engine: GenerationEngine = held[1]
+        engine.use_policy(policy, policy_version=version)
+        return engine
+    context.progress("starting vLLM", 0, 1)
+    engine = GenerationEngine(
+        policy,
+        policy_version=version,
+        dtype=parameters.dtype,
+        max_model_tokens=parameters.max_prompt_tokens + parameters.max_completion_tokens,
+        eos=_tokenizer(job, context).eos_token_id,
+        resources=parameters.generator,
+    )
+    context.live[_ENGINE_LIVE] = (shape, engine)
+    return engine
+
+
+def _tokenizer(job: GenerateRollouts, context: Context) -> Any:
+    key = ("tokenizer", job.inputs.data.fingerprint)
+    if key not in context.live:
+        directory: Path = open_artifact(job.store, job.inputs.data) / "tokenizer"
+        context.live[key] = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    return context.live[key]
+
+
+def _generate(
+    job: GenerateRollouts, context: Context, engine: GenerationEngine, tokenizer: Any, prompts: list[Row], index: int
+) -> int:
+    """Sample one shard, write it and seal it. Returns the number of tokens sampled."""
+    parameters = job.parameters
+    keys = [(prompt, sample) for prompt in prompts for sample in range(parameters.group_size)]
+    requests = [
+        Request(
+            key=f"{prompt['prompt_id']}/{sample}",
+            prompt_ids=tuple(prompt["prompt_ids"]),
+            seed=seed_at(job.seed, job.STAGE, parameters.purpose, parameters.round_index, prompt["prompt_id"], sample),
+        )
+        for prompt, sample in keys
+    ]
+    completions = engine.sample(
+        requests,
+        temperature=parameters.temperature,
+        max_completion_tokens=parameters.max_completion_tokens,
+        on_tokens=lambda finished: context.progress(f"completions of shard {index}", finished, len(requests)),
+    )
+    texts = tokenizer.batch_decode(
+        [list(completions[request.key].token_ids) for request in requests], skip_special_tokens=True
+    )
+    rows = [
+        _row(job, prompt, sample, completions[request.key], text)
+        for (prompt, sample), request, text in zip(keys, requests, texts, strict=True)
+    ]
+    path = layout.shard(context.out, "rollouts", index)
+    write_table(path, rows, schemas.ROLLOUTS)
+    seal(path)
+    return sum(len(row["completion_ids"]) for row in rows)
+
+
+def _row(job: GenerateRollouts, prompt: Row, sample: int, completion: Any, text: str) -> Row:
+    round_index = job.parameters.round_index
+    return {
+        "round_index": round_index,
+        "prompt_id": prompt["prompt_id"],
+        "sample_index": sample,
+        "group_id": f"{round_index}/{prompt['prompt_id']}",
+        "policy_version": job.inputs.policy.fingerprint,
+        "prompt_ids": prompt["prompt_ids"],
+        "completion_ids": list(completion.token_ids),
+        "rollout_logprobs": list(completion.logprobs),
+        "finish_reason": completion.finish_reason,
+        "prompt": prompt["prompt"],
+        "completion": text,
+        "answer": prompt["answer"],
+    }
+
+
+if __name__ == "__main__":
+    from stages.program import main
+
+    main("generate_rollouts")

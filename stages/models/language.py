@@ -1,0 +1,108 @@
+"""Causal language models: loading, log-probabilities of completion tokens, and export for generation."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from configs.models import FromScratch, ModelConfig, Pretrained
+from stages.artifacts.errors import InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def base_model(model: ModelConfig, *, bos: int, eos: int, pad: int) -> PreTrainedModel:
+    """The model that training starts from: random weights (from the current torch seed), or a pretrained one."""
+    match model.base:
+        case FromScratch() as scratch:
+            config = LlamaConfig(
+                vocab_size=scratch.vocabulary,
+                hidden_size=scratch.hidden,
+                intermediate_size=scratch.mlp,
+                num_hidden_layers=scratch.layers,
+                num_attention_heads=scratch.heads,
+                num_key_value_heads=scratch.heads,
+                max_position_embeddings=scratch.max_positions,
+                tie_word_embeddings=scratch.tied_embeddings,
+                bos_token_id=bos,
+                eos_token_id=eos,
+                pad_token_id=pad,
+            )
+            built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype])
+            return built
+        case Pretrained(path=path, revision=revision):
+            return _from_pretrained(path, model.dtype, revision=revision)
+
+
+def load_policy(directory: Path, *, dtype: str) -> PreTrainedModel:
+    """A policy that this house exported."""
+    return _from_pretrained(str(directory), dtype)
+
+
+def _from_pretrained(path: str, dtype: str, *, revision: str | None = None) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, revision=revision, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"model {path}: expected a causal language model in safetensors, found: {reason}") from None
+    return model
+
+
+class TokenLogprobs(nn.Module):
+    """A language model seen as a function from sequences to log-probabilities of their completion tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids_BL: torch.Tensor, select_BL: torch.Tensor, targets_N: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """logprobs_N and entropy_N (nats, float32) of the selected positions, at `temperature`.
+
+        The batch is right-padded, so causal attention alone keeps real tokens from seeing padding.
+        """
+        hidden_BLD = self.model.get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        logits_NV = self.model.get_output_embeddings()(hidden_BLD[select_BL]).float() / temperature
+        all_NV = torch.log_softmax(logits_NV, dim=-1)
+        logprobs_N = all_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+        entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+        return logprobs_N, entropy_N
+
+
+def export_policy(state: dict[str, torch.Tensor], *, like: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
+    """Write weights, config and tokenizer as a directory that transformers and vLLM both open.
+
+    The output embedding is always written under its own name: vLLM reloading weights in place would otherwise
+    keep the old one where it is tied to the input embedding.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    if "lm_head.weight" not in weights and "model.embed_tokens.weight" in weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    if weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr():
+        weights["lm_head.weight"] = weights["lm_head.weight"].clone()
+    write_model(weights, like=like, tokenizer=tokenizer, directory=directory)
+
+
+def write_model(
+    weights: dict[str, torch.Tensor], *, like: PreTrainedModel, tokenizer: Path, directory: Path
+) -> None:
+    """Write safetensors, config.json and the tokenizer's files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(weights, directory, max_shard_size="5GB")
+    config = copy.deepcopy(like.config)
+    config.architectures = [type(like).__name__]
+    config.dtype = str(next(iter(weights.values())).dtype).removeprefix("torch.")
+    config.save_pretrained(directory)
+    for path in sorted(tokenizer.iterdir()):
+        if path.name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges", "added_tokens")):
+            shutil.copyfile(path, directory / path.name)

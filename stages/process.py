@@ -1,0 +1,75 @@
+"""Child processes that never outlive their parent. Knows nothing of stages, jobs or Prefect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class ChildProcess:
+    """A process in a session of its own, tied to this one by a lifeline.
+
+    The lifeline is a pipe into a small watcher: when this process ends, however it ends, the pipe reads
+    end-of-file and the watcher kills the child's whole process group. It needs no cooperation from the child,
+    so it also ends one that hangs with the interpreter lock held.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, reply_descriptor: int | None = None
+    ) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=dict(env),
+                pass_fds=() if reply_descriptor is None else (reply_descriptor,),
+                start_new_session=True,
+            )
+        read_end, self._lifeline = os.pipe()
+        os.set_inheritable(self._lifeline, False)
+        watch = f"read line; kill -KILL -- -{self.process.pid} 2>/dev/null"
+        self._watcher = subprocess.Popen(
+            ["/bin/sh", "-c", watch],
+            stdin=read_end,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(read_end)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the process group's."""
+        return self.process.pid
+
+    def close(self, *, grace_seconds: float) -> None:
+        """Close the control pipe, wait `grace_seconds` for an orderly end, then kill the whole group."""
+        if self.process.stdin is not None:
+            try:
+                self.process.stdin.close()
+            except BrokenPipeError:
+                pass
+        deadline = time.monotonic() + grace_seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the child's process group now and dismiss the watcher."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+        self._watcher.kill()
+        self._watcher.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1

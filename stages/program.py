@@ -1,0 +1,188 @@
+"""What every stage program shares: parse the job, seed, open inputs, report progress; run once, or serve jobs.
+
+Knows no stage by name: the job says which one. Loads torch only after the job or the worker kind is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from pydantic import ValidationError
+
+from stages.artifacts import layout, store
+from stages.artifacts.durable import read_json
+from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
+from stages.artifacts.seeds import seed_at
+from stages.job import Job
+from stages.workers import PoolSpec, WorkerPool
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Context:
+    """What a program gets besides its job.
+
+    out: the attempt's directory, where it writes. live: objects that stay in memory between jobs, keyed by the
+    fingerprint of the state they hold. rank, world_size: of this process among those that run the job.
+    """
+
+    out: Path
+    live: dict[str, Any] = field(default_factory=dict)
+    rank: int = 0
+    world_size: int = 1
+    report: Callable[[str, int, int], None] = lambda what, done, total: None
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Say that `done` of `total` units of work are finished: what the watchdog and the person both watch."""
+        self.report(what, done, total)
+
+
+def load_job(path: Path) -> Job:
+    """Read a job.json as the job class of its stage. Raises InputError."""
+    try:
+        document = read_json(path)
+        stage, version = document.pop("stage"), document.pop("version")
+        fingerprint = document.pop("fingerprint")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{path}: expected a job.json written by a flow, found {error!r}") from None
+    module = importlib.import_module(f"stages.{stage}.job")
+    job_class = next(c for c in vars(module).values() if isinstance(c, type) and getattr(c, "STAGE", None) == stage)
+    if version != job_class.VERSION:
+        raise InputError(f"{path}: expected {stage} version {job_class.VERSION}, found {version}; run the flow again")
+    try:
+        job: Job = job_class.model_validate(document)
+    except ValidationError as error:
+        raise InputError(f"{path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
+    if job.fingerprint != fingerprint:
+        raise InputError(f"{path}: expected fingerprint {job.fingerprint}, found {fingerprint}; was it edited?")
+    return job
+
+
+def execute(job: Job, context: Context) -> Metrics:
+    """Run one job in this process, seeded by its coordinates. Returns its metrics."""
+    random.seed(seed_at(job.seed, job.STAGE))
+    if job.compute.device == "cuda" or "torch" in sys.modules:
+        import torch
+
+        torch.manual_seed(seed_at(job.seed, job.STAGE))
+    program = importlib.import_module(f"stages.{job.STAGE}.run")
+    metrics: Metrics = program.run(job, context)
+    return metrics
+
+
+def serve(replies: TextIO, *, warm: str) -> None:
+    """Serve jobs until the control pipe closes: a resident worker.
+
+    Control lines: {"job": path, "out": path}. Reply lines: {"progress": [what, done, total]}, then one
+    {"done": metrics} or {"error": kind, "message": text, ...}.
+    """
+    rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
+    world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
+    live: dict[str, Any] = {}
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    for name in filter(None, warm.split(",")):
+        importlib.import_module(name)
+    reply({"ready": True})
+    for line in sys.stdin:
+        order = json.loads(line)
+        context = Context(
+            out=Path(order["out"]),
+            live=live,
+            rank=rank,
+            world_size=world_size,
+            report=lambda what, done, total: reply({"progress": [what, done, total]}),
+        )
+        try:
+            reply({"done": execute(load_job(Path(order["job"])), context)})
+        except DamagedArtifact as error:
+            reply(
+                {"error": error.kind, "message": str(error), "artifact": [error.stage, error.fingerprint]}
+            )
+        except RatchetError as error:
+            reply({"error": error.kind, "message": str(error)})
+        except Exception as error:
+            traceback.print_exc()
+            reply({"error": "fatal", "message": f"{type(error).__name__}: {error}"})
+            break
+
+
+def main(stage: str) -> None:
+    """`python -m stages.<stage>.run job.json [--out DIR]`: make one artifact by hand.
+
+    Without --out it is committed to the job's store. With --out the result goes to that directory and, if the
+    artifact is committed, is compared with it file by file.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m stages.{stage}.run", description=main.__doc__)
+    parser.add_argument("job", type=Path, help="the job.json that the flow wrote, under <store>/runs/<run>/jobs/")
+    parser.add_argument("--out", type=Path, help="run again into this new directory and compare")
+    arguments = parser.parse_args()
+    try:
+        sys.exit(_by_hand(stage, arguments.job, arguments.out))
+    except RatchetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _by_hand(stage: str, path: Path, out: Path | None) -> int:
+    job = load_job(path)
+    if stage != job.STAGE:
+        raise InputError(f"{path}: expected a job of {stage}, found one of {job.STAGE}")
+    done = store.verify(job.store, job.ref)
+    if done is not None and out is None:
+        print(f"{job.ref} is already done: {job.ref.path(job.store)}")
+        print("to run it again elsewhere and compare: add --out DIR")
+        return 0
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise InputError(f"--out {out}: expected a new or empty directory")
+    attempt = out or store.new_attempt(job)
+    attempt.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with WorkerPool(PoolSpec.of(job), logs=path.parent.parent / "logs") as pool:
+        metrics = pool.run(path.resolve(), attempt.resolve(), on_progress=_print_progress)
+    seconds = time.monotonic() - started
+    if out is None:
+        store.commit(job, attempt, metrics=metrics, wall_seconds=seconds)
+        print(f"{job.ref} done in {seconds:.1f} s: {job.ref.path(job.store)}")
+        return 0
+    made = store.write_manifest(job, attempt, metrics=metrics, wall_seconds=seconds)
+    print(f"{job.ref} run again in {seconds:.1f} s: {attempt / layout.MANIFEST}")
+    if done is None:
+        return 0
+    different = sorted(n for n in made.files.keys() | done.files if made.files.get(n) != done.files.get(n))
+    print(f"{len(made.files) - len(different)} of {len(made.files)} files are the same bits as the committed ones")
+    for name in different:
+        print(f"differs: {name}")
+    return 1 if different else 0
+
+
+def _print_progress(what: str, done: int, total: int) -> None:
+    print(f"{what}: {done} of {total}", flush=True)
+
+
+def _worker() -> None:
+    parser = argparse.ArgumentParser(prog="python -m stages.program")
+    parser.add_argument("--replies", type=int, required=True, help="file descriptor for reply lines")
+    parser.add_argument("--warm", default="", help="modules to import before the first job")
+    arguments = parser.parse_args()
+    with os.fdopen(arguments.replies, "w") as replies:
+        serve(replies, warm=arguments.warm)
+
+
+if __name__ == "__main__":
+    _worker()

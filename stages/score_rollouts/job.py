@@ -1,0 +1,37 @@
+"""Contract of score_rollouts: rollouts and reward sources -> rewards, per source and in total."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from configs.base import Frozen
+from configs.rewards import RewardSource
+from stages.artifacts.store import ArtifactRef
+from stages.job import Job
+
+
+class Inputs(Frozen):
+    """rollouts: generate_rollouts. reward_model: train_reward_model, where a source needs it."""
+
+    rollouts: ArtifactRef
+    reward_model: ArtifactRef | None = None
+
+
+class Parameters(Frozen):
+    """sources: what to score by. code: digest of each user function's module, by source name, comments and
+    docstrings left out, so that an edited rule is a new recipe and an edited comment is not.
+    """
+
+    sources: tuple[RewardSource, ...]
+    code: dict[str, str]
+    dtype: Literal["float32", "bfloat16"]
+    max_tokens_per_microbatch: int
+
+
+class ScoreRollouts(Job):
+    """Writes rewards-00000.arrow: a row per rollout and source, and one per rollout named `total`."""
+
+    STAGE: ClassVar[str] = "score_rollouts"
+    VERSION: ClassVar[int] = 1
+    inputs: Inputs
+    parameters: Parameters

@@ -1,0 +1,136 @@
+"""Rollouts and reward sources -> rewards-00000.arrow. Rules are run here; the reward model through stages.models."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from configs.rewards import RewardModelSource, RewardSource
+from stages.artifacts import layout
+from stages.artifacts.durable import read_json
+from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.schemas import REWARDS, ROLLOUTS
+from stages.artifacts.shards import by_key, read_rows, write_table
+from stages.artifacts.store import open_artifact
+from stages.program import Context
+from stages.rewards.options import validate_options
+from stages.rewards.sources import rule_rewards
+from stages.score_rollouts.job import ScoreRollouts
+
+TOTAL = "total"
+
+_COLUMNS = ("prompt_id", "sample_index", "prompt_ids", "completion_ids", "prompt", "completion", "answer")
+
+
+def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
+    """Score every rollout by every source. Metrics: mean and standard deviation per source, mean of the total.
+
+    Rows are in canonical order, sources in the configured one, then `total`: the sum of weight * reward.
+    """
+    if context.rank != 0:
+        return {}
+    directory = open_artifact(job.store, job.inputs.rollouts)
+    keyed = by_key(read_rows(directory, "rollouts", ROLLOUTS, columns=_COLUMNS), where=str(directory))
+    rollouts = [keyed[key] for key in sorted(keyed)]
+    if not rollouts:
+        raise GateError(f"{directory}: expected rollouts to score, found none")
+    sources = job.parameters.sources
+    for source in sources:
+        validate_options(source)
+    rewards: dict[str, list[float]] = {}
+    for done, source in enumerate(sources):
+        context.progress("sources", done, len(sources))
+        rewards[source.name] = [_float32(value) for value in _score(source, rollouts, job=job, context=context)]
+    context.progress("sources", len(sources), len(sources))
+    rewards[TOTAL] = [
+        _float32(math.fsum(source.weight * rewards[source.name][i] for source in sources))
+        for i in range(len(rollouts))
+    ]
+    _refuse_infinite(rewards, rollouts)
+    rows = [
+        {"prompt_id": prompt_id, "sample_index": sample_index, "source": source, "reward": values[i]}
+        for i, (prompt_id, sample_index) in enumerate(sorted(keyed))
+        for source, values in rewards.items()
+    ]
+    write_table(layout.shard(context.out, "rewards", 0), rows, REWARDS)
+    return {f"{name}_mean": fmean(values) for name, values in rewards.items()} | {
+        f"{name}_std": pstdev(values) for name, values in rewards.items()
+    }
+
+
+def _score(
+    source: RewardSource, rollouts: list[dict[str, Any]], *, job: ScoreRollouts, context: Context
+) -> list[float]:
+    if isinstance(source, RewardModelSource):
+        return _score_by_model(source, rollouts, job=job, context=context)
+    return rule_rewards(source, rollouts, digest=job.parameters.code.get(source.name))
+
+
+def _score_by_model(
+    source: RewardModelSource, rollouts: list[dict[str, Any]], *, job: ScoreRollouts, context: Context
+) -> list[float]:
+    """Scores of prompt + completion, as sampled: one that was cut (no EOS) is scored as it is."""
+    from stages.engines.devices import open_device
+    from stages.models.scalar import load_scalar_model, score_sequences
+
+    reference = job.inputs.reward_model
+    if reference is None:
+        raise InputError(f"reward source {source.name!r}: expected the job to name a reward model, found none")
+    directory = open_artifact(job.store, reference)
+    key = ("reward_model", reference.fingerprint)
+    live: dict[Any, Any] = context.live
+    if key not in live:
+        for old in [k for k in live if isinstance(k, tuple) and k[0] == "reward_model"]:
+            del live[old]
+        model = load_scalar_model(directory / "reward_model", dtype=job.parameters.dtype)
+        live[key] = model.to(open_device(job.compute))
+    sequences = [[*rollout["prompt_ids"], *rollout["completion_ids"]] for rollout in rollouts]
+    budget = job.parameters.max_tokens_per_microbatch
+    scores: list[float] = score_sequences(live[key], sequences, max_tokens_per_microbatch=budget).tolist()
+    _refuse_infinite({source.name: scores}, rollouts)
+    if source.normalize:
+        mean, std = _statistics(directory / "reward_model.json")
+        scores = [(score - mean) / std for score in scores]
+    if source.clip is not None:
+        scores = [max(-source.clip, min(source.clip, score)) for score in scores]
+    return scores
+
+
+def _statistics(path: Path) -> tuple[float, float]:
+    document = read_json(path)
+    mean, std = document.get("score_mean"), document.get("score_std")
+    if not (isinstance(mean, float | int) and isinstance(std, float | int) and math.isfinite(mean)):
+        raise GateError(f"{path}: expected finite score_mean and score_std, found {mean!r} and {std!r}")
+    if not (math.isfinite(std) and std > 0):
+        raise GateError(f"{path}: expected score_std above 0, found {std}; does the model score everything the same?")
+    return float(mean), float(std)
+
+
+def _refuse_infinite(rewards: dict[str, list[float]], rollouts: list[dict[str, Any]]) -> None:
+    for name, values in rewards.items():
+        if len(values) != len(rollouts):
+            raise GateError(f"reward source {name!r}: expected {len(rollouts)} rewards, found {len(values)}")
+        for rollout, value in zip(rollouts, values, strict=True):
+            if not math.isfinite(value):
+                raise GateError(
+                    f"reward source {name!r}: expected finite rewards, found {value} for prompt_id "
+                    f"{rollout['prompt_id']}, sample_index {rollout['sample_index']}"
+                )
+
+
+def _float32(value: float) -> float:
+    """The nearest number that the file can hold, so that a total can be checked from the file alone."""
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
+
+
+if __name__ == "__main__":
+    from stages.program import main
+
+    main("score_rollouts")

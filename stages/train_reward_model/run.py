@@ -1,0 +1,168 @@
+"""train_reward_model: Bradley-Terry on preference pairs, starting from the policy's body."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from stages.artifacts import layout, schemas
+from stages.artifacts.durable import write_json
+from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.seeds import seed_at
+from stages.artifacts.shards import read_rows, write_table
+from stages.artifacts.store import open_artifact
+from stages.engines.deepspeed_engine import TrainingEngine, learning_rate, sum_over_ranks
+from stages.engines.devices import open_device
+from stages.models.adapters import add_adapters, merged_state
+from stages.models.batches import Microbatch, microbatches, pad_sequences
+from stages.models.language import write_model
+from stages.models.scalar import TokenScores, head_digest, load_scalar_model, score_sequences
+from stages.program import Context, Metrics
+from stages.rewards.statistics import wilson_interval
+from stages.train_reward_model.job import TrainRewardModel
+
+Row = dict[str, Any]
+_CALIBRATION_BINS = 10
+
+
+def run(job: TrainRewardModel, context: Context) -> Metrics:
+    """Train, write reward_model/, and examine the model on the held-out pairs."""
+    parameters = job.parameters
+    device = open_device(job.compute)
+    pairs = open_artifact(job.store, job.inputs.pairs)
+    policy = open_artifact(job.store, job.inputs.policy) / "policy"
+    train = read_rows(pairs, "pairs_train", schemas.PAIRS)
+    held_out = read_rows(pairs, "pairs_held_out", schemas.PAIRS)
+    if not train or not held_out:
+        raise InputError(f"expected pairs for training and held out, found {len(train)} and {len(held_out)}")
+    torch.manual_seed(seed_at(job.seed, job.STAGE, "head"))
+    model = load_scalar_model(policy, dtype=parameters.model.dtype, head_from_seed=True)
+    if parameters.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if parameters.reward_model.lora is not None:
+        add_adapters(model, parameters.reward_model.lora, trainable=("score",))
+    engine = TrainingEngine(
+        TokenScores(model),
+        optimizer=parameters.reward_model.optimizer,
+        resources=parameters.trainer,
+        dtype=parameters.model.dtype,
+        device=device,
+    )
+    figures = _train(job, engine, train, context)
+    state = {name.removeprefix("model."): tensor for name, tensor in engine.full_state().items()}
+    if context.rank != 0:
+        return {}
+    directory = context.out / "reward_model"
+    write_model(merged_state(model, state), like=model, tokenizer=policy, directory=directory)
+    write_table(layout.shard(context.out, "metrics", 0), figures, schemas.METRICS)
+    exam = _examine(job, directory, train, held_out)
+    write_json(context.out / "reward_model.json", exam | {"head_sha256": head_digest(directory)})
+    return exam
+
+
+def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], context: Context) -> list[Row]:
+    settings = job.parameters.reward_model
+    generator = torch.Generator()
+    per_epoch = max(1, len(pairs) // settings.batch_size)
+    num_steps, figures = settings.epochs * per_epoch, []
+    for step in range(num_steps):
+        epoch, index = divmod(step, per_epoch)
+        generator.manual_seed(seed_at(job.seed, job.STAGE, "order", epoch))
+        order = torch.randperm(len(pairs), generator=generator).tolist()
+        rows = [pairs[i] for i in order[index * settings.batch_size : (index + 1) * settings.batch_size]]
+        total = [0.0]
+
+        def loss_of(batch: Microbatch, rows: list[Row] = rows, total: list[float] = total) -> torch.Tensor:
+            loss = _pair_loss(engine, rows, batch, center_coef=settings.center_coef) / len(rows)
+            total[0] += loss.item()
+            return loss
+
+        lengths = [_pair_tokens(row) for row in rows]
+        limit = job.parameters.trainer.max_tokens_per_microbatch
+        batches = microbatches(lengths, max_tokens=limit, world_size=context.world_size)[context.rank]
+        engine.step(batches, loss_of, rate=learning_rate(settings.optimizer, step=step, num_steps=num_steps))
+        value = sum_over_ranks(total)[0]
+        figures.append({"round_index": -1, "stage": job.STAGE, "step": step, "metric": "train_loss", "value": value})
+        context.progress("optimizer steps", step + 1, num_steps)
+    return figures
+
+
+def _pair_tokens(row: Row) -> int:
+    """Tokens that a pair costs: both sequences, each padded to the longer."""
+    return 2 * (len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])))
+
+
+def _pair_loss(engine: TrainingEngine, rows: list[Row], batch: Microbatch, *, center_coef: float) -> torch.Tensor:
+    """Sum over pairs of -log sigmoid(chosen - rejected), plus center_coef * (chosen + rejected)^2."""
+    picked = [rows[i] for i in batch.rows]
+    sequences = [r["prompt_ids"] + r["chosen_ids"] for r in picked] + [r["prompt_ids"] + r["rejected_ids"] for r in picked]
+    input_ids, last = pad_sequences(sequences, device=engine.device)
+    scores = engine(input_ids).gather(1, last.unsqueeze(1)).squeeze(1)
+    chosen, rejected = scores.chunk(2)
+    losses = -logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2
+    total: torch.Tensor = losses.sum() * (0.0 if batch.is_filler else 1.0)
+    return total
+
+
+def _examine(job: TrainRewardModel, directory: Any, train: list[Row], held_out: list[Row]) -> Metrics:
+    """Score the pairs with the model as it was written: accuracy, margin, calibration, mean and std."""
+    model = load_scalar_model(directory, dtype=job.parameters.model.dtype)
+    limit = job.parameters.trainer.max_tokens_per_microbatch
+
+    def scores(rows: list[Row], column: str) -> torch.Tensor:
+        sequences = [row["prompt_ids"] + row[column] for row in rows]
+        return score_sequences(model, sequences, max_tokens_per_microbatch=limit)
+
+    known = torch.cat([scores(train, "chosen_ids"), scores(train, "rejected_ids")])
+    chosen = scores(held_out, "chosen_ids")
+    _require_batch_invariance(model, held_out, chosen)
+    margins = chosen - scores(held_out, "rejected_ids")
+    correct = int((margins > 0).sum())
+    low, high = wilson_interval(correct, len(held_out))
+    return {
+        "held_out_accuracy": correct / len(held_out),
+        "held_out_accuracy_low": low,
+        "held_out_accuracy_high": high,
+        "held_out_pairs": float(len(held_out)),
+        "train_pairs": float(len(train)),
+        "held_out_margin_mean": float(margins.mean()),
+        "calibration_error": _calibration_error(torch.sigmoid(margins)),
+        "score_mean": float(known.mean()),
+        "score_std": max(float(known.std()), 1e-6),
+    }
+
+
+def _require_batch_invariance(model: Any, rows: list[Row], scores: torch.Tensor) -> None:
+    """Gate: a score does not depend on what it is batched or padded with."""
+    for index in range(min(8, len(rows))):
+        sequence = rows[index]["prompt_ids"] + rows[index]["chosen_ids"]
+        alone = float(score_sequences(model, [sequence], max_tokens_per_microbatch=1)[0])
+        bound = 1e-4 if model.dtype == torch.float32 else 0.05
+        if not math.isclose(alone, float(scores[index]), rel_tol=bound, abs_tol=bound):
+            raise GateError(
+                f"pair {rows[index]['prompt_id']}: score is {alone} alone and {float(scores[index])} in a batch; "
+                "expected the same"
+            )
+
+
+def _calibration_error(probabilities: torch.Tensor) -> float:
+    """Expected calibration error of P(chosen > rejected), over both orders of each pair so that both classes occur."""
+    both = torch.cat([probabilities, 1 - probabilities])
+    truth = torch.cat([torch.ones_like(probabilities), torch.zeros_like(probabilities)])
+    bins = (both * _CALIBRATION_BINS).long().clamp(max=_CALIBRATION_BINS - 1)
+    error = 0.0
+    for index in range(_CALIBRATION_BINS):
+        inside = bins == index
+        if inside.any():
+            gap = (both[inside].mean() - truth[inside].mean()).abs()
+            error += float(gap) * int(inside.sum()) / len(both)
+    return error
+
+
+if __name__ == "__main__":
+    from stages.program import main
+
+    main("train_reward_model")

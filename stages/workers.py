@@ -1,0 +1,256 @@
+"""Resident workers: the processes that hold vLLM engines and DeepSpeed ranks between jobs.
+
+A worker is a cache, never the truth: it can be lost at any moment and the job run again by another. Knows how to
+start, feed, watch and end processes; knows nothing of Prefect or of what a stage computes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, TransientError
+from stages.job import Job
+from stages.process import ChildProcess
+
+START_SECONDS = 180.0
+_ERRORS: dict[str, type[RatchetError]] = {"input": InputError, "gate": GateError, "transient": TransientError}
+_WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
+_ROOT = Path(__file__).resolve().parents[1]
+
+OnProgress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What a pool of workers runs on: one process per rank."""
+
+    kind: Literal["trainer", "generator"]
+    device: Literal["cpu", "cuda"]
+    ranks: int
+    threads: int
+    gpus: tuple[int, ...] = ()
+    kv_cache_gib: int = 1
+
+    @classmethod
+    def of(cls, job: Job) -> PoolSpec:
+        """The pool that a job asks for."""
+        compute = job.compute
+        generator = getattr(getattr(job, "parameters", None), "generator", None)
+        return cls(
+            kind=job.WORKER,
+            device=compute.device,
+            ranks=compute.ranks,
+            threads=compute.threads,
+            gpus=compute.gpus,
+            kv_cache_gib=generator.kv_cache_gib if generator else 1,
+        )
+
+
+class WorkerPool:
+    """The processes of one kind, started together, fed the same job, and lost together.
+
+    run() hands a job to every rank and waits. It watches progress, not liveness: a rank that says nothing for
+    `stall_seconds` counts as lost, as does one that ends.
+    """
+
+    def __init__(self, spec: PoolSpec, *, logs: Path, stall_seconds: float = 600.0) -> None:
+        self.spec = spec
+        self.logs = logs
+        self.stall_seconds = stall_seconds
+        self.start_seconds = 0.0
+        self._workers: list[_Worker] = []
+        self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
+        self._started = 0.0
+        self._ready = False
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether its processes exist."""
+        return bool(self._workers)
+
+    def start(self) -> None:
+        """Start the processes and return at once; they import their libraries meanwhile."""
+        if self._workers:
+            return
+        self._ready = False
+        self._started = time.monotonic()
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="ratchet-")
+        for rank in range(self.spec.ranks):
+            env = self._environment(rank, Path(self._rendezvous.name) / "rendezvous")
+            log = self.logs / f"{self.spec.kind}-{rank}.log"
+            self._workers.append(_Worker(rank, env=env, log=log, warm=_WARM[self.spec.kind]))
+
+    def run(self, job: Path, out: Path, *, on_progress: OnProgress, all_ranks: bool = True) -> dict[str, float]:
+        """Run one job on every rank (or on rank 0 alone) and return rank 0's metrics.
+
+        Raises TransientError if a worker is lost, else what the stage raised.
+        """
+        self.start()
+        try:
+            if not self._ready:
+                self._collect(self._workers, deadline=START_SECONDS, until="ready", on_progress=on_progress)
+                self._ready = True
+                self.start_seconds = time.monotonic() - self._started
+            workers = self._workers if all_ranks else self._workers[:1]
+            for worker in workers:
+                worker.send({"job": str(job), "out": str(out)})
+            results = self._collect(workers, deadline=self.stall_seconds, until="done", on_progress=on_progress)
+        except (RatchetError, KeyboardInterrupt):
+            self.kill()
+            raise
+        return dict(results[0]["done"])
+
+    def _collect(
+        self, workers: list[_Worker], *, deadline: float, until: str, on_progress: OnProgress
+    ) -> list[dict[str, Any]]:
+        """Read replies until every worker has said `until`; each message of any rank counts as progress."""
+        answers: dict[int, dict[str, Any]] = {}
+        last = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            for worker in workers:
+                selector.register(worker.replies, selectors.EVENT_READ, worker)
+            while len(answers) < len(workers):
+                events = selector.select(timeout=0.5)
+                if not events and time.monotonic() - last > deadline:
+                    silent = [w.rank for w in workers if w.rank not in answers]
+                    raise TransientError(
+                        f"{self.spec.kind} worker rank {silent}: expected progress within {deadline:.0f} s, found none; "
+                        f"log: {workers[0].log}"
+                    )
+                for key, _ in events:
+                    last = time.monotonic()
+                    worker = key.data
+                    for message in worker.read():
+                        if "progress" in message:
+                            if worker.rank == 0:
+                                on_progress(*message["progress"])
+                        elif "error" in message:
+                            raise _error(message, worker)
+                        elif until in message:
+                            answers[worker.rank] = message
+        return [answers[worker.rank] for worker in workers]
+
+    def kill(self) -> None:
+        """End every process of the pool at once; the next run() starts new ones."""
+        for worker in self._workers:
+            worker.child.kill()
+            worker.close()
+        self._forget()
+
+    def close(self) -> None:
+        """End the pool in good order: close the control pipes, wait a little, then kill."""
+        for worker in self._workers:
+            if worker.child.process.stdin is not None:
+                worker.child.process.stdin.close()
+        for worker in self._workers:
+            worker.child.close(grace_seconds=10.0)
+            worker.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._workers = []
+        self._ready = False
+        if self._rendezvous is not None:
+            self._rendezvous.cleanup()
+            self._rendezvous = None
+
+    def _environment(self, rank: int, rendezvous: Path) -> dict[str, str]:
+        """The environment of one rank: pinned threads and seeds, nothing that phones home, loopback only."""
+        spec = self.spec
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), str(Path.cwd()), os.environ.get("PYTHONPATH")])),
+            "PYTHONHASHSEED": "0",
+            "OMP_NUM_THREADS": str(spec.threads),
+            "MKL_NUM_THREADS": str(spec.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank) if spec.device == "cpu" else "0",
+            "WORLD_SIZE": str(spec.ranks),
+            "RATCHET_RENDEZVOUS": str(rendezvous),
+            "DO_NOT_TRACK": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        if spec.kind == "generator":
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
+            env |= {"RATCHET_ENGINE": str(rank), "RATCHET_ENGINES": str(spec.ranks)}
+            env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
+        if spec.device == "cpu":
+            env["DS_ACCELERATOR"] = "cpu"
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        elif spec.gpus:
+            share = len(spec.gpus) // spec.ranks
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in spec.gpus[rank * share : (rank + 1) * share])
+        return env
+
+
+class _Worker:
+    """One process and its two pipes."""
+
+    def __init__(self, rank: int, *, env: dict[str, str], log: Path, warm: str) -> None:
+        self.rank = rank
+        self.log = log
+        self.replies, write_end = os.pipe()
+        argv = [sys.executable, "-m", "stages.program", "--replies", str(write_end), "--warm", warm]
+        self.child = ChildProcess(argv, env=env, log=log, reply_descriptor=write_end)
+        os.close(write_end)
+        self._buffer = b""
+
+    def send(self, order: dict[str, str]) -> None:
+        assert self.child.process.stdin is not None
+        try:
+            self.child.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.child.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._lost() from None
+
+    def read(self) -> list[dict[str, Any]]:
+        """The whole lines that have arrived. Raises TransientError at end-of-file: the process is gone."""
+        data = os.read(self.replies, 65536)
+        if not data:
+            raise self._lost()
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        os.close(self.replies)
+
+    def _lost(self) -> TransientError:
+        self.child.kill()
+        code = self.child.process.returncode
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return TransientError(f"worker rank {self.rank} (pid {self.child.pid}) ended with {how}; log: {self.log}")
+
+
+def _error(message: dict[str, Any], worker: _Worker) -> RatchetError:
+    """The error that a stage reported, as the class it was raised with."""
+    kind, text = message["error"], message["message"]
+    if kind == "damaged":
+        stage, fingerprint = message["artifact"]
+        return DamagedArtifact(text, stage=stage, fingerprint=fingerprint)
+    if kind in _ERRORS:
+        return _ERRORS[kind](text)
+    return RatchetError(f"{text}; log: {worker.log}")

@@ -1,0 +1,45 @@
+"""Tasks that measure a policy: greedy completions of held-out prompts, scored, summed up."""
+
+from __future__ import annotations
+
+from stages.artifacts.store import ArtifactRef
+from stages.evaluate_policy.job import EvaluatePolicy, Inputs, Parameters
+from tasks.generate_rollouts import generate_rollouts
+from tasks.launch import complete, stage_task
+from tasks.run import Outcome, Run
+from tasks.score_rollouts import score_rollouts
+
+
+def evaluate(run: Run, *, policy: ArtifactRef, data: Outcome, reward_model: Outcome | None, moment: str) -> Outcome:
+    """Measure `policy`. moment: "before" the rounds, or "after-NNN"."""
+    evaluation = run.config.evaluation
+    rollouts = generate_rollouts(
+        run,
+        label=f"{moment}-generate_rollouts",
+        data=data,
+        policy=policy,
+        purpose="evaluation",
+        split="held_out",
+        num_prompts=evaluation.prompts,
+        group_size=1,
+    )
+    rewards = score_rollouts(
+        run,
+        label=f"{moment}-score_rollouts",
+        rollouts=rollouts,
+        sources=evaluation.rewards,
+        reward_model=reward_model,
+    )
+    return evaluate_policy(run, moment=moment, rollouts=rollouts, rewards=rewards)
+
+
+@stage_task
+def evaluate_policy(run: Run, *, moment: str, rollouts: Outcome, rewards: Outcome) -> Outcome:
+    """Sum up an evaluation."""
+    job = EvaluatePolicy(
+        store=run.store,
+        seed=run.config.seed,
+        inputs=Inputs(rollouts=rollouts.ref, rewards=rewards.ref),
+        parameters=Parameters(samples=run.config.evaluation.samples),
+    )
+    return complete(run, job, label=f"{moment}-evaluate_policy")

@@ -1,0 +1,49 @@
+"""Task generate_rollouts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from stages.artifacts.store import ArtifactRef
+from stages.generate_rollouts.job import GenerateRollouts, Inputs, Parameters
+from tasks.launch import complete, stage_task
+from tasks.run import Outcome, Run
+
+
+@stage_task
+def generate_rollouts(
+    run: Run,
+    *,
+    label: str,
+    data: Outcome,
+    policy: ArtifactRef,
+    purpose: Literal["training", "preferences", "evaluation"],
+    split: Literal["train", "held_out"],
+    num_prompts: int,
+    group_size: int,
+    round_index: int | None = None,
+) -> Outcome:
+    """Sample completions of a batch of prompts. Evaluation is greedy; the rest follows `sampling`."""
+    config = run.config
+    training = purpose == "training" and round_index is not None
+    job = GenerateRollouts(
+        store=run.store,
+        seed=config.seed,
+        compute=run.generator(),
+        inputs=Inputs(data=data.ref, policy=policy),
+        parameters=Parameters(
+            purpose=purpose,
+            round_index=round_index if training else -1,
+            split=split,
+            window=round_index if training else 0,
+            num_prompts=num_prompts,
+            group_size=group_size,
+            prompts_per_shard=config.rounds.prompts_per_shard,
+            temperature=0.0 if purpose == "evaluation" else config.sampling.temperature,
+            max_completion_tokens=config.sampling.max_completion_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            dtype=config.model.dtype,
+            generator=config.resources.generator,
+        ),
+    )
+    return complete(run, job, label=label)

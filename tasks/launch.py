@@ -1,0 +1,120 @@
+"""DONE? LAUNCH. CHECK. COMMIT. The one place where a job becomes an artifact."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, cast
+
+import prefect
+from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
+from prefect.runtime import task_run
+from prefect.states import Completed, State
+
+from stages.artifacts import layout, store
+from stages.artifacts.durable import read_json, write_json
+from stages.artifacts.errors import InputError, TransientError
+from stages.artifacts.lease import Lease
+from stages.job import Job
+from tasks.run import NotDone, Outcome, Run
+
+P = ParamSpec("P")
+_BACKOFF_SECONDS = 1.0
+
+
+def stage_task(function: Callable[P, Outcome]) -> Callable[P, Outcome]:
+    """Make `function` a Prefect task inside a flow run, and a plain call outside one.
+
+    Prefect neither caches nor retries it: manifests say what is done. An artifact that was there already shows
+    as the state "Cached".
+    """
+
+    def name() -> str:
+        round_index = task_run.parameters.get("round_index")
+        return function.__name__ if round_index is None else f"round-{round_index:03d} {function.__name__}"
+
+    @wraps(function)
+    def as_state(*args: P.args, **kwargs: P.kwargs) -> Any:
+        outcome = function(*args, **kwargs)
+        return Completed(name="Cached", data=outcome) if outcome.reused else outcome
+
+    task = prefect.task(as_state, cache_policy=NO_CACHE, task_run_name=name, persist_result=False)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Outcome:
+        if FlowRunContext.get() is None:
+            return function(*args, **kwargs)
+        result: Any = cast(Any, task)(*args, **kwargs)
+        return cast(Outcome, result.result() if isinstance(result, State) else result)
+
+    return call
+
+
+def complete(run: Run, job: Job, *, label: str) -> Outcome:
+    """Return the artifact of `job`, making it if it is not committed.
+
+    label: names job file, log lines and metrics within the run. Raises NotDone in a replay, DamagedArtifact if
+    a committed artifact does not match its manifest, and what the stage raised.
+    """
+    manifest = store.verify(job.store, job.ref)
+    if manifest is None and run.replay:
+        raise NotDone(label)
+    path = layout.run_job(run.directory, label)
+    if not run.replay and not (path.exists() and read_json(path) == job.document()):
+        write_json(path, job.document())
+    reused = manifest is not None
+    if manifest is None:
+        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}"):
+            manifest = store.verify(job.store, job.ref) or _make(run, job, label=label)
+        run.display.settled(label)
+    outcome = Outcome(
+        label=label,
+        ref=job.ref,
+        metrics=manifest.metrics,
+        seconds=manifest.wall_seconds,
+        reused=reused,
+        path=job.ref.path(job.store),
+    )
+    run.outcomes.append(outcome)
+    run.display.say(f"{label:<38} {'already done' if reused else f'{outcome.seconds:6.1f} s'}  {_shown(outcome)}")
+    return outcome
+
+
+def _make(run: Run, job: Job, *, label: str) -> store.Manifest:
+    """Launch, and launch again where a worker was lost, at most `resources.attempts` times; then commit."""
+    attempts = run.config.resources.attempts
+    pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
+    for number in range(1, attempts + 1):
+        attempt = store.new_attempt(job)
+        started = time.monotonic()
+        try:
+            metrics = pool.run(
+                layout.run_job(run.directory, label),
+                attempt,
+                on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
+                all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
+            )
+        except TransientError as error:
+            if number == attempts:
+                raise
+            run.display.say(f"{label}: attempt {number} of {attempts} lost: {error}; trying again")
+            time.sleep(_BACKOFF_SECONDS * 2 ** (number - 1))
+            continue
+        return store.commit(job, attempt, metrics=metrics, wall_seconds=time.monotonic() - started)
+    raise InputError(f"resources.attempts: expected at least 1, found {attempts}")
+
+
+def _shown(outcome: Outcome) -> str:
+    """The few figures of a stage that belong on its line."""
+    shown = {
+        "train_sft": ("train_loss", "held_out_loss"),
+        "train_reward_model": ("held_out_accuracy", "calibration_error"),
+        "generate_rollouts": ("generated_tokens",),
+        "score_rollouts": ("total_mean",),
+        "compute_logprobs": ("logprob_difference_max",),
+        "estimate_advantages": ("kl_to_ref_mean",),
+        "update_policy": ("policy_loss", "clip_fraction", "entropy"),
+    }.get(outcome.ref.stage, ())
+    return "  ".join(f"{name} {outcome.metrics[name]:.4g}" for name in shown if name in outcome.metrics)

@@ -1,0 +1,45 @@
+"""Tasks that make preference pairs from the SFT policy's own samples: sample, judge, label."""
+
+from __future__ import annotations
+
+from configs.sources import PolicySamplesSource
+from stages.job import Compute
+from stages.label_preferences.job import Inputs, LabelPreferences, Parameters
+from tasks.generate_rollouts import generate_rollouts
+from tasks.launch import complete, stage_task
+from tasks.run import Outcome, Run
+from tasks.score_rollouts import score_rollouts
+
+
+def sample_preferences(run: Run, *, source: PolicySamplesSource, data: Outcome, policy: Outcome) -> Outcome:
+    """Sample both parts of the prompts, judge the completions and pair them."""
+    judged = {}
+    for split, prompts in (("train", source.prompts), ("held_out", source.held_out_prompts)):
+        rollouts = generate_rollouts(
+            run,
+            label=f"preferences-{split}-generate_rollouts",
+            data=data,
+            policy=policy.ref,
+            purpose="preferences",
+            split=split,
+            num_prompts=prompts,
+            group_size=source.group_size,
+        )
+        rewards = score_rollouts(
+            run, label=f"preferences-{split}-score_rollouts", rollouts=rollouts, sources=source.judge
+        )
+        judged |= {f"rollouts_{split}": rollouts.ref, f"rewards_{split}": rewards.ref}
+    return label_preferences(run, source=source, inputs=Inputs(**judged))
+
+
+@stage_task
+def label_preferences(run: Run, *, source: PolicySamplesSource, inputs: Inputs) -> Outcome:
+    """Turn judged rollouts into preference pairs."""
+    job = LabelPreferences(
+        store=run.store,
+        seed=run.config.seed,
+        compute=Compute(),
+        inputs=inputs,
+        parameters=Parameters(pairs_per_prompt=source.pairs_per_prompt),
+    )
+    return complete(run, job, label="label_preferences")

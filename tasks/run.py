@@ -1,0 +1,110 @@
+"""One run: its configuration, its directory, its workers, and what it says to the person watching."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from configs.schema import RunConfig
+from stages.artifacts import layout
+from stages.artifacts.durable import canonical_json, digest_bytes, write_json
+from stages.artifacts.lease import Lease
+from stages.artifacts.store import ArtifactRef
+from stages.job import Compute
+from stages.workers import PoolSpec, WorkerPool
+
+
+class NotDone(Exception):
+    """A replay met an artifact that is not committed yet."""
+
+
+class Display(Protocol):
+    """Where a run's lines and progress go."""
+
+    def say(self, line: str) -> None:
+        """One finished line."""
+
+    def progress(self, label: str, what: str, done: int, total: int) -> None:
+        """How far a stage is."""
+
+    def settled(self, label: str) -> None:
+        """A stage has ended; its progress need not be shown any more."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task came to. reused: the artifact was there already. seconds: what making it took, then or now."""
+
+    label: str
+    ref: ArtifactRef
+    metrics: dict[str, float]
+    seconds: float
+    reused: bool
+    path: Path
+
+
+class Run:
+    """An open run. As a context it holds the run directory's lease and ends its workers on the way out.
+
+    replay: only look things up; meeting anything unfinished raises NotDone.
+    """
+
+    def __init__(self, config: RunConfig, *, display: Display, replay: bool = False) -> None:
+        self.config = config
+        self.display = display
+        self.replay = replay
+        self.store = Path(config.store).resolve()
+        recipe = config.model_dump(mode="json", exclude={"store", "tracking"})
+        self.name = f"{config.name}-{digest_bytes(canonical_json(recipe))[:8]}"
+        self.directory = layout.run_directory(self.store, self.name)
+        self.outcomes: list[Outcome] = []
+        self.started = time.monotonic()
+        self._pools: dict[PoolSpec, WorkerPool] = {}
+        self._lease = Lease(self.directory / "lease", what=f"run {self.name}")
+
+    def __enter__(self) -> Run:
+        if not self.replay:
+            self._lease.__enter__()
+            write_json(self.directory / "config.json", self.config.model_dump(mode="json"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in self._pools.values():
+            pool.close() if kind is None else pool.kill()
+        self._lease.__exit__(kind, error, trace)
+
+    def pool(self, spec: PoolSpec) -> WorkerPool:
+        """The resident workers of this kind; made, but not started, on the first call."""
+        if spec not in self._pools:
+            logs, stall = self.directory / "logs", self.config.resources.stall_seconds
+            self._pools[spec] = WorkerPool(spec, logs=logs, stall_seconds=stall)
+        return self._pools[spec]
+
+    def trainer(self, *, every_rank: bool) -> Compute:
+        """What trainer stages run on: all ranks together, or one process for the stages that need only one."""
+        resources = self.config.resources.trainer
+        device = "cuda" if resources.gpus else "cpu"
+        ranks = resources.ranks if every_rank else 1
+        return Compute(device=device, ranks=ranks, threads=resources.threads, gpus=resources.gpus[:ranks])
+
+    def generator(self) -> Compute:
+        """What generation runs on."""
+        resources = self.config.resources.generator
+        device = "cuda" if resources.gpus else "cpu"
+        return Compute(device=device, ranks=resources.engines, threads=resources.threads, gpus=resources.gpus)
+
+    def generator_spec(self) -> PoolSpec:
+        """The generator's pool, so that it can be started before it is needed."""
+        resources = self.config.resources.generator
+        compute = self.generator()
+        return PoolSpec("generator", compute.device, compute.ranks, compute.threads, compute.gpus, resources.kv_cache_gib)
+
+    def trainer_spec(self) -> PoolSpec:
+        """The trainer's pool. A stage that needs one process runs on rank 0 of the same pool."""
+        every = self.trainer(every_rank=True)
+        return PoolSpec("trainer", every.device, every.ranks, every.threads, every.gpus)

@@ -1,0 +1,145 @@
+"""No completion can do more than earn a number: hostile text is neither run, nor slow, nor able to crash a rule."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+from stages.artifacts.errors import InputError
+from stages.rewards.verifiers import VERIFIERS
+
+CALLS: dict[str, dict[str, Any]] = {
+    "exact_match": {"answer": "90"},
+    "position_match": {"answer": "90"},
+    "numeric_answer": {"answer": "90"},
+    "countdown": {"answer": "90: [30, 5, 10, 2]"},
+    "length": {"answer": "", "max": 10},
+    "keywords": {"answer": "", "required": ("red",), "forbidden": ("blue",)},
+}
+
+_watching: list[str] | None = None
+_HARMLESS = ("object.__", "gc.", "sys._getframe", "builtins.id", "time.sleep")
+
+
+def _watch(event: str, _arguments: object) -> None:
+    if _watching is not None and not event.startswith(_HARMLESS):
+        _watching.append(event)
+
+
+sys.addaudithook(_watch)  # sees open, exec, compile, import, subprocess, os.system, socket, ...
+
+
+def code() -> list[str]:
+    """Text that does something if anybody evaluates it."""
+    return [
+        "__import__('os').system('id')",
+        "open('/tmp/canary','w').write('1')",
+        "exec('1')",
+        "eval('1+1')",
+        "compile('1','','eval')",
+        "().__class__.__bases__[0].__subclasses__()",
+        "lambda: 0",
+        "[x for x in (1,2)]",
+        "print(1)",
+        "exit()",
+        "os.remove('/tmp/canary')",
+        "`id`",
+        "$(id)",
+        "{{7*7}}",
+        "${7*7}",
+        "%s%n",
+        "'; DROP TABLE rollouts; --",
+        "import socket",
+    ]
+
+
+def bombs() -> list[str]:
+    """Text whose value, or whose reading, is enormous."""
+    powers = ["9**9**9**9", "9^9^9^9", "9!" * 50, "2<<99999999", "1e999999999", "1e-999999999", "1/0", "0/0"]
+    digits = ["9" * 100_000, "0x" + "f" * 9999, "-" + "9" * 5000, "0." + "0" * 9000 + "1", "1," + "000," * 9000 + "000"]
+    products = ["*".join(["999999999999"] * n) for n in (10, 31, 1000, 20_000)]
+    quotients = ["/".join(["999999999999", *["7"] * n]) for n in (10, 190, 30_000)]
+    return powers + digits + products + quotients
+
+
+def deep() -> list[str]:
+    """Text nested too deep for a recursive reader."""
+    pairs = [("(", ")"), ("[", "]"), ("{", "}"), ("-(", ")"), ("\\boxed{", "}"), ("\\left(", "\\right)")]
+    nested = [left * n + "1" + right * n for left, right in pairs for n in (39, 41, 5000, 50_000)]
+    return [*nested, "(" * 100_000, ")" * 100_000, "-" * 100_000 + "1", "+".join(["1"] * 100_000)]
+
+
+def odd() -> list[str]:
+    """Characters that some function calls digits, spaces or text, and another does not."""
+    digits = ["\u0661\u0662", "\uff11+\uff11", "\u00b2", "\u2460", "\u0967\u0966", "\U0001d7d8", "\u216b", "1\u0661"]
+    breaks = ["1\x002", "\x00" * 5000, "\ud800", "\u202e1+1", "1\u200b2", "\ufeff90", "\u2028" * 9, "\r\n" * 9]
+    words = ["NaN", "Infinity", "-inf", "1_000", "0b1", "0o7", "1j", "1e", "e1", "None", "e\u0301" * 4000, "\ufffd"]
+    return digits + breaks + words
+
+
+def slow() -> list[str]:
+    """Text that makes a careless regular expression backtrack."""
+    pieces = ["1,", "1,111", "#", "#### ", "1 ", "1/", ".", "1 1/", " ", "\t1", "- ", "1e", "a", "$", "+-", "( "]
+    pieces += ["\\frac{", "\\frac{1}{", "1.", ".1", "1e+", "\\times", "\n", "1\n+"]
+    return [piece * (100_000 // len(piece)) for piece in pieces]
+
+
+def attacks() -> list[str]:
+    """All of them, bare and inside the places where an answer is looked for."""
+    base = code() + bombs() + deep() + odd() + slow()
+    frames = ["#### {}", "\\boxed{{{}}}", "(30+10+5)*2 = {}", "{}+1"]
+    return base + [frame.format(attack) for frame in frames for attack in base]
+
+
+def test_two_hundred_attacks_earn_a_number_and_nothing_else() -> None:
+    global _watching
+    cases = attacks()
+    assert len(cases) >= 200 and set(CALLS) == set(VERIFIERS)
+    for name, options in CALLS.items():
+        VERIFIERS[name](prompt="p", completion="1 + 1", **options)  # fills the cache of regular expressions
+    slowest, events = 0.0, []
+    for completion in cases:
+        for name, options in CALLS.items():
+            _watching, started = events, time.perf_counter()
+            try:
+                reward = VERIFIERS[name](prompt="p", completion=completion, **options)
+            finally:
+                seconds, _watching = time.perf_counter() - started, None
+            slowest = max(slowest, seconds)
+            assert isinstance(reward, float) and math.isfinite(reward) and abs(reward) <= 1.0, (name, completion[:80])
+            assert seconds < 0.5, f"{name} took {seconds:.2f} s for {completion[:80]!r}"
+    assert events == []
+    print(f"{len(cases)} attacks on {len(CALLS)} rules, the slowest {slowest * 1000:.1f} ms")
+
+
+def test_the_watch_sees_an_evaluation() -> None:
+    global _watching
+    _watching = events = []
+    try:
+        eval("1 + 1")
+    finally:
+        _watching = None
+    assert "compile" in events and "exec" in events
+
+
+def test_no_attack_guesses_the_answer() -> None:
+    for completion in code() + bombs() + deep() + odd() + slow():
+        assert VERIFIERS["countdown"](prompt="", completion=completion, answer="90: [30, 5, 10, 2]") == 0.0
+        if completion != "\ufeff90":  # a byte order mark before the right number: the number counts
+            assert VERIFIERS["numeric_answer"](prompt="", completion=completion, answer="90") == 0.0
+
+
+def test_an_attack_in_the_answer_is_refused_in_few_words() -> None:
+    refused = 0
+    for answer in attacks():
+        for name in ("numeric_answer", "countdown"):
+            started = time.perf_counter()
+            try:
+                VERIFIERS[name](prompt="p", completion="1", answer=answer)
+            except InputError as error:
+                refused += 1
+                assert len(str(error)) < 1000
+            assert time.perf_counter() - started < 0.5
+    assert refused > 200

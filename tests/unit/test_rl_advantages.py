@@ -1,0 +1,311 @@
+"""stages/rl/advantages.py and masked.py: worked numbers, slow oracles, laws, gradients in float64."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from stages.rl.advantages import (
+    gae_advantages,
+    group_advantages,
+    place_rewards,
+    shaped_rewards,
+    token_rewards,
+    whiten,
+)
+from stages.rl.masked import explained_variance, masked_mean, masked_variance
+from tests.unit import rl_oracles
+
+LENGTHS = [5, 1, 3, 4]
+MASK_BT = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
+
+
+def f64(*rows: object) -> Tensor:
+    return torch.tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float64)
+
+
+def random_BT(seed: int) -> Tensor:
+    return torch.randn(MASK_BT.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(found: Tensor, expected: object, *, tolerance: float = 1e-12) -> None:
+    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
+
+
+# place_rewards, token_rewards, shaped_rewards
+
+
+def test_rewards_land_on_the_last_token_of_the_mask() -> None:
+    placed = place_rewards(f64([2.0, -1.0, 5.0]), mask_BT=torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]]))
+    # two tokens; three tokens; none, so the reward lands nowhere
+    close(placed, [[0, 2, 0], [0, 0, -1], [0, 0, 0]])
+
+
+def test_rewards_land_on_the_last_token_even_behind_a_gap() -> None:
+    close(place_rewards(f64([3.0]), mask_BT=torch.tensor([[1, 0, 1, 0]])), [[0, 0, 3, 0]])
+
+
+def test_token_rewards_by_hand() -> None:
+    found = token_rewards(
+        f64([1.0]),
+        mask_BT=torch.tensor([[1, 1, 0]]),
+        old_logprobs_BT=f64([[-1.0, -2.0, 9.0]]),
+        ref_logprobs_BT=f64([[-1.5, -1.0, math.nan]]),
+        kl_coef=0.1,
+        kl_estimator="k1",
+    )
+    # k1: -1 - -1.5 = 0.5; -2 - -1 = -1. Shaping: -0.05, +0.1. Reward 1 on the last token: 1.1. Padding: 0, not NaN.
+    close(found, [[-0.05, 1.1, 0.0]])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_token_and_shaped_rewards_agree_with_the_oracle(estimator: str) -> None:
+    old, ref, rewards = random_BT(1), random_BT(2), f64([1.0, -2.0, 0.5, 0.0])
+    arguments = {"mask_BT": MASK_BT, "old_logprobs_BT": old, "ref_logprobs_BT": ref, "kl_coef": 0.3}
+    found = token_rewards(rewards, **arguments, kl_estimator=estimator)
+    sums = shaped_rewards(rewards, **arguments, kl_estimator=estimator)
+    for b, n in enumerate(LENGTHS):
+        expected = rl_oracles.token_rewards(
+            rewards[b].item(), old[b, :n].tolist(), ref[b, :n].tolist(), kl_coef=0.3, estimator=estimator
+        )
+        close(found[b, :n], expected)
+        assert not found[b, n:].any()
+        close(sums[b], sum(expected))
+
+
+def test_token_rewards_laws() -> None:
+    old, rewards = random_BT(1), f64([1.0, -2.0, 0.5, 0.0])
+    arguments = {"mask_BT": MASK_BT, "old_logprobs_BT": old, "kl_estimator": "k1"}
+    same = token_rewards(rewards, ref_logprobs_BT=old, kl_coef=9.0, **arguments)
+    free = token_rewards(rewards, ref_logprobs_BT=random_BT(2), kl_coef=0.0, **arguments)
+    close(same, place_rewards(rewards, mask_BT=MASK_BT))
+    close(free, place_rewards(rewards, mask_BT=MASK_BT))
+    close(same.sum(dim=1), rewards)
+
+
+def test_rewards_pass_gradients_to_nothing_but_the_reward() -> None:
+    old, ref = random_BT(1).requires_grad_(), random_BT(2).requires_grad_()
+    rewards = f64([1.0, -2.0, 0.5, 0.0]).requires_grad_()
+    arguments = {"mask_BT": MASK_BT, "old_logprobs_BT": old, "ref_logprobs_BT": ref, "kl_coef": 0.3}
+    token_rewards(rewards, **arguments, kl_estimator="k3").sum().backward()
+    assert old.grad is None and ref.grad is None
+    close(rewards.grad, [1, 1, 1, 1])
+    assert gradcheck(lambda r: place_rewards(r, mask_BT=MASK_BT), (rewards,))
+    assert gradcheck(lambda r: shaped_rewards(r, **arguments, kl_estimator="k2"), (rewards,))
+
+
+# gae_advantages
+
+
+def gae(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor = MASK_BT, discount: float = 0.9, lam: float = 0.8):  # type: ignore[no-untyped-def]
+    return gae_advantages(rewards_BT, values_BT=values_BT, mask_BT=mask_BT, discount=discount, gae_lambda=lam)
+
+
+def test_gae_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 1, 0]])
+    found = gae(f64([[0.0, 0.0, 1.0, 7.0]]), f64([[0.5, 0.6, 0.8, 7.0]]), mask, discount=0.5, lam=0.5)
+    # delta_2 = 1 - 0.8 = 0.2;  delta_1 = 0.5*0.8 - 0.6 = -0.2;  delta_0 = 0.5*0.6 - 0.5 = -0.2
+    # A_2 = 0.2;  A_1 = -0.2 + 0.25*0.2 = -0.15;  A_0 = -0.2 + 0.25*-0.15 = -0.2375
+    close(found.advantages_BT, [[-0.2375, -0.15, 0.2, 0.0]])
+    # R = A + V: -0.2375 + 0.5, -0.15 + 0.6, 0.2 + 0.8
+    close(found.returns_BT, [[0.2625, 0.45, 1.0, 0.0]])
+
+
+def test_gae_agrees_with_the_oracle() -> None:
+    rewards, values = random_BT(3), random_BT(4)
+    found = gae(rewards, values)
+    for b, n in enumerate(LENGTHS):
+        advantages, returns = rl_oracles.gae(
+            rewards[b, :n].tolist(), values[b, :n].tolist(), discount=0.9, gae_lambda=0.8
+        )
+        close(found.advantages_BT[b, :n], advantages)
+        close(found.returns_BT[b, :n], returns)
+        assert not found.advantages_BT[b, n:].any() and not found.returns_BT[b, n:].any()
+
+
+def test_gae_lambda_1_is_reward_to_go_and_lambda_0_is_one_step() -> None:
+    rewards, values = random_BT(3), random_BT(4)
+    monte_carlo = gae(rewards, values, discount=1.0, lam=1.0)
+    togo = (rewards * MASK_BT).flip(1).cumsum(1).flip(1) * MASK_BT
+    close(monte_carlo.returns_BT, togo)
+    one_step = gae(rewards, values, discount=0.9, lam=0.0)
+    following = torch.cat([(values * MASK_BT)[:, 1:], torch.zeros(4, 1, dtype=torch.float64)], dim=1)
+    close(one_step.returns_BT, (rewards + 0.9 * following) * MASK_BT)
+
+
+def test_gae_of_a_perfect_critic_is_zero() -> None:
+    rewards = random_BT(3) * MASK_BT
+    togo = rewards.flip(1).cumsum(1).flip(1)
+    close(gae(rewards, togo, discount=1.0, lam=0.95).advantages_BT, torch.zeros(4, 5))
+
+
+def test_gae_is_linear() -> None:
+    r1, v1, r2, v2 = (random_BT(seed) for seed in range(4))
+    both = gae(2 * r1 - 3 * r2, 2 * v1 - 3 * v2).advantages_BT
+    close(both, 2 * gae(r1, v1).advantages_BT - 3 * gae(r2, v2).advantages_BT)
+
+
+@pytest.mark.parametrize("filler", [0.0, 1e30, math.nan, math.inf])
+def test_gae_padding_neither_counts_nor_shows(filler: float) -> None:
+    rewards, values = random_BT(3), random_BT(4)
+    expected = gae(rewards, values)
+    wide_mask = torch.cat([MASK_BT, torch.zeros(4, 3, dtype=torch.bool)], dim=1)
+    wide = [torch.nn.functional.pad(x, (0, 3)).where(wide_mask, torch.tensor(filler)) for x in (rewards, values)]
+    found = gae(wide[0], wide[1], wide_mask)
+    close(found.advantages_BT[:, :5], expected.advantages_BT)
+    close(found.returns_BT[:, :5], expected.returns_BT)
+    assert not found.advantages_BT[:, 5:].any()
+
+
+def test_gae_skips_gaps_as_if_they_were_not_there() -> None:
+    rewards, values = random_BT(3)[:1], random_BT(4)[:1]
+    mask = torch.tensor([[1, 0, 1, 0, 1]])
+    kept = [0, 2, 4]
+    found = gae(rewards, values, mask).advantages_BT
+    expected, _ = rl_oracles.gae(rewards[0, kept].tolist(), values[0, kept].tolist(), discount=0.9, gae_lambda=0.8)
+    close(found[0, kept], expected)
+
+
+def test_gae_rollouts_do_not_mix() -> None:
+    rewards, values, order = random_BT(3), random_BT(4), torch.tensor([2, 0, 3, 1])
+    shuffled = gae(rewards[order], values[order], MASK_BT[order])
+    close(shuffled.advantages_BT, gae(rewards, values).advantages_BT[order])
+
+
+def test_gae_gradients() -> None:
+    rewards, values = random_BT(3).requires_grad_(), random_BT(4).requires_grad_()
+    assert gradcheck(lambda r, v: gae(r, v).advantages_BT, (rewards, values))
+    assert gradcheck(lambda r, v: gae(r, v).returns_BT, (rewards, values))
+
+
+# group_advantages
+
+
+def test_group_advantages_by_hand() -> None:
+    rewards, groups = f64([1.0, 0.0, 0.0, 1.0, 3.0, 1.0]), torch.tensor([7, 7, 7, 7, 2, 2])
+    # group 7: mean 0.5, deviations +-0.5; group 2: mean 2, deviations +-1
+    close(group_advantages(rewards, group_B=groups, scale_by_std=False), [0.5, -0.5, -0.5, 0.5, 1.0, -1.0])
+    # group 7: Bessel variance 4*0.25/3 = 1/3, std 0.57735, 0.5/0.57735 = 0.866025; group 2: variance 2, 1/1.414214
+    scaled = group_advantages(rewards, group_B=groups, scale_by_std=True, eps=0.0)
+    close(scaled, [0.8660254, -0.8660254, -0.8660254, 0.8660254, 0.70710678, -0.70710678], tolerance=1e-7)
+    # eps widens the divisor: 0.5 / (0.57735 + 0.1)
+    wide = group_advantages(rewards, group_B=groups, scale_by_std=True, eps=0.1)
+    close(wide[0], 0.5 / (math.sqrt(1 / 3) + 0.1))
+
+
+@pytest.mark.parametrize("scale_by_std", [False, True])
+def test_group_advantages_agree_with_the_oracle(scale_by_std: bool) -> None:
+    rng = random.Random(1)
+    groups = [rng.randrange(12) * 1000 for _ in range(60)]
+    rewards = [rng.choice([0.0, 0.1, 1.0]) for _ in range(60)]
+    found = group_advantages(f64(rewards), group_B=torch.tensor(groups), scale_by_std=scale_by_std)
+    close(found, rl_oracles.group_advantages(rewards, groups, scale_by_std=scale_by_std), tolerance=1e-9)
+
+
+def test_group_advantages_laws() -> None:
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    groups = torch.arange(12) // 4
+    shift = f64([100.0, -3.0, 0.1])[groups]
+    for scale in (False, True):
+        base = group_advantages(rewards, group_B=groups, scale_by_std=scale)
+        close(group_advantages(rewards + shift, group_B=groups, scale_by_std=scale), base, tolerance=1e-9)
+        close(base.view(3, 4).sum(dim=1), [0, 0, 0], tolerance=1e-9)
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
+        close(group_advantages(rewards[order], group_B=groups[order], scale_by_std=scale), base[order])
+        close(group_advantages(rewards, group_B=9 - 5 * groups, scale_by_std=scale), base)
+        close(group_advantages(rewards[:4], group_B=groups[:4], scale_by_std=scale), base[:4])
+    scaled = group_advantages(rewards, group_B=groups, scale_by_std=True, eps=0.0)
+    close(group_advantages(rewards * 50, group_B=groups, scale_by_std=True, eps=0.0), scaled, tolerance=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale_by_std", [False, True])
+def test_a_group_without_signal_gets_exactly_zero(dtype: torch.dtype, scale_by_std: bool) -> None:
+    rewards = torch.tensor([0.1] * 7 + [0.3], dtype=dtype)  # 0.1 summed seven times and divided is not 0.1
+    groups = torch.tensor([0] * 7 + [1])
+    found = group_advantages(rewards, group_B=groups, scale_by_std=scale_by_std)
+    assert found.tolist() == [0.0] * 8
+
+
+def test_group_advantages_gradients() -> None:
+    rewards = f64([1.0, 0.2, 0.4, 1.5, 3.0, 1.0]).requires_grad_()
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    for scale in (False, True):
+        assert gradcheck(lambda r, s=scale: group_advantages(r, group_B=groups, scale_by_std=s), (rewards,))
+    flat = f64([0.5, 0.5]).requires_grad_()
+    group_advantages(flat, group_B=torch.tensor([0, 0]), scale_by_std=True).sum().backward()
+    close(flat.grad, [0, 0])  # and not NaN
+
+
+# whiten and the masked statistics
+
+
+def test_whiten_by_hand() -> None:
+    x, mask = f64([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    # 1, 2, 3: mean 2, unbiased variance 1, biased 2/3
+    close(whiten(x, mask_BT=mask, eps=0.0), [[-1, 0, 0], [1, 0, 0]])
+    biased = whiten(x, mask_BT=mask, variance="biased", eps=0.0)
+    close(biased, [[-math.sqrt(1.5), 0, 0], [math.sqrt(1.5), 0, 0]])
+
+
+@pytest.mark.parametrize(("variance", "correction"), [("unbiased", 1), ("biased", 0)])
+def test_masked_statistics_agree_with_the_oracle(variance: str, correction: int) -> None:
+    x = random_BT(6)
+    xs = x[MASK_BT].tolist()
+    close(masked_mean(x, mask=MASK_BT), rl_oracles.mean(xs))
+    close(masked_variance(x, mask=MASK_BT, variance=variance), rl_oracles.variance(xs, correction=correction))
+    close(whiten(x, mask_BT=MASK_BT, variance=variance)[MASK_BT], rl_oracles.whiten(xs, correction=correction))
+
+
+def test_whiten_laws() -> None:
+    x, order = random_BT(6), torch.tensor([3, 1, 0, 2])
+    white = whiten(x, mask_BT=MASK_BT)
+    close(masked_mean(white, mask=MASK_BT), 0.0)
+    close(masked_variance(white, mask=MASK_BT), 1.0, tolerance=1e-7)  # eps costs 1e-8
+    close(whiten(x + 40, mask_BT=MASK_BT), white, tolerance=1e-10)
+    close(whiten(x * 8, mask_BT=MASK_BT), white, tolerance=1e-7)
+    close(whiten(-x, mask_BT=MASK_BT), -white)
+    close(whiten(x[order], mask_BT=MASK_BT[order]), white[order])
+    dirty = x.where(MASK_BT, torch.tensor(math.nan, dtype=torch.float64))
+    close(whiten(dirty, mask_BT=MASK_BT), white)
+
+
+def test_whiten_of_one_value_or_of_none_is_zero() -> None:
+    one = torch.tensor([[1, 0]])
+    for variance in ("unbiased", "biased"):
+        close(whiten(f64([[4.0, 1.0]]), mask_BT=one, variance=variance), [[0, 0]])
+        close(whiten(f64([[4.0, 1.0]]), mask_BT=0 * one, variance=variance), [[0, 0]])
+
+
+def test_masked_statistics_gradients() -> None:
+    x = random_BT(6).requires_grad_()
+    for variance in ("unbiased", "biased"):
+        assert gradcheck(lambda y, v=variance: whiten(y, mask_BT=MASK_BT, variance=v), (x,))
+        assert gradcheck(lambda y, v=variance: masked_variance(y, mask=MASK_BT, variance=v), (x,))
+    assert gradcheck(lambda y: masked_mean(y, mask=MASK_BT), (x,))
+
+
+def test_explained_variance_by_hand_and_by_oracle() -> None:
+    mask = torch.tensor([[1, 1, 1, 0]])
+    returns, values = f64([[0.0, 1.0, 2.0, 9.0]]), f64([[0.0, 1.0, 1.0, -9.0]])
+    # Var[0, 1, 2] = 1; residuals 0, 0, 1: Var = 1/3; 1 - 1/3
+    close(explained_variance(values, returns_BT=returns, mask_BT=mask), 2 / 3)
+    x, y = random_BT(1), random_BT(2)
+    expected = rl_oracles.explained_variance(x[MASK_BT].tolist(), y[MASK_BT].tolist())
+    close(explained_variance(x, returns_BT=y, mask_BT=MASK_BT), expected)
+
+
+def test_explained_variance_laws() -> None:
+    returns, values = random_BT(1), random_BT(2)
+    close(explained_variance(returns, returns_BT=returns, mask_BT=MASK_BT), 1.0)
+    close(explained_variance(returns + 5, returns_BT=returns, mask_BT=MASK_BT), 1.0)  # a bias is not variance
+    close(explained_variance(0 * returns + 3, returns_BT=returns, mask_BT=MASK_BT), 0.0)
+    close(explained_variance(-returns, returns_BT=returns, mask_BT=MASK_BT), -3.0)  # Var[2R] = 4 Var[R]
+    close(explained_variance(values, returns_BT=0 * returns, mask_BT=MASK_BT), 0.0)
+    checked = values.clone().requires_grad_()
+    assert gradcheck(lambda v: explained_variance(v, returns_BT=returns, mask_BT=MASK_BT), (checked,))
