@@ -11,3 +11,8 @@ DEFAULTS = {
 
 for _name, _value in DEFAULTS.items():
     os.environ.setdefault(_name, _value)
+
+
+def quiet_prefect_console() -> None:
+    """Keep Prefect's own log lines off the terminal, before Prefect is imported; its database still gets them."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-import flows.environment  # noqa: F401  (before Prefect)
+import flows.environment
+
+if __name__ == "__main__":
+    flows.environment.quiet_prefect_console()
 from prefect import flow
 from prefect.runtime import flow_run
 from pydantic import Field
@@ -120,10 +123,9 @@ def _overrides(asked: argparse.Namespace) -> list[str]:
 
 
 def _run_flow(asked: argparse.Namespace) -> None:
-    """Run under Prefect, which keeps its own lines to itself: this process prints the run's."""
+    """Run under Prefect; this process prints the run's lines itself."""
     global _from_command_line
     _from_command_line = True
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     pairs = dict(text.partition("=")[::2] for text in asked.overrides)
     rlhf(config=asked.config, overrides=pairs, until=asked.until, rounds=asked.rounds, seed=asked.seed)
 

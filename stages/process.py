@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,15 +49,13 @@ class ChildProcess:
         return self.process.pid
 
     def close(self, *, grace_seconds: float) -> None:
-        """Close the control pipe, wait `grace_seconds` for an orderly end, then kill the whole group."""
-        if self.process.stdin is not None:
-            try:
-                self.process.stdin.close()
-            except BrokenPipeError:
-                pass
-        deadline = time.monotonic() + grace_seconds
-        while self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
+        """Ask the child to end (SIGTERM), wait `grace_seconds`, then kill its whole group."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout=grace_seconds)
+        except subprocess.TimeoutExpired:
+            pass
         self.kill()
 
     def kill(self) -> None:

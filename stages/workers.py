@@ -156,10 +156,7 @@ class WorkerPool:
         self._forget()
 
     def close(self) -> None:
-        """End the pool in good order: close the control pipes, wait a little, then kill."""
-        for worker in self._workers:
-            if worker.child.process.stdin is not None:
-                worker.child.process.stdin.close()
+        """End the pool: nothing in it is worth keeping."""
         for worker in self._workers:
             worker.child.close(grace_seconds=10.0)
             worker.close()
@@ -178,6 +175,8 @@ class WorkerPool:
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), str(Path.cwd()), os.environ.get("PYTHONPATH")])),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),

@@ -68,7 +68,7 @@ class TrainingEngine:
         self._engine: Any = deepspeed.initialize(
             model=module,
             model_parameters=[p for p in module.parameters() if p.requires_grad],
-            config=_settings(optimizer, resources, dtype),
+            config=_settings(optimizer, resources, dtype, bucket=_bucket(module)),
             dist_init_required=False,
         )[0]
 
@@ -139,8 +139,17 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return result
 
 
-def _settings(optimizer: Optimizer, resources: TrainerResources, dtype: str) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": resources.zero_stage}
+def _bucket(module: nn.Module) -> int:
+    """Elements reduced at once: DeepSpeed's default, but no more than the model has."""
+    return min(500_000_000, sum(p.numel() for p in module.parameters()))
+
+
+def _settings(optimizer: Optimizer, resources: TrainerResources, dtype: str, *, bucket: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": resources.zero_stage,
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+    }
     if resources.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     if resources.offload_parameters:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from configs.rewards import VerifierName
 from stages.artifacts.errors import InputError
-from stages.rewards.arithmetic import MAX_CHARACTERS, Expression, NotArithmetic, parse_expression
+from stages.rewards.arithmetic import Expression, NotArithmetic, parse_expression
 from stages.rewards.numerals import stated_number
 
 _TAIL_CHARACTERS = 4000
@@ -41,7 +41,7 @@ def position_match(*, prompt: str, completion: str, answer: str, length_penalty:
         raise InputError(f"length_penalty: expected 0 or more, found {length_penalty}")
     in_place = sum(a == b for a, b in zip(found, wanted, strict=False))
     share = in_place / len(wanted) if wanted else float(not found)
-    return max(-1.0, min(1.0, share - length_penalty * abs(len(found) - len(wanted))))
+    return max(-1.0, share - length_penalty * abs(len(found) - len(wanted)))
 
 
 def numeric_answer(*, prompt: str, completion: str, answer: str, tolerance: float = 0.0) -> float:
@@ -152,8 +152,8 @@ def _trim(run: str) -> str:
     run = run.strip().rstrip("+-*/( \t").lstrip("+*/) \t")
     if run.startswith("- "):
         run = run[2:].lstrip()
-    if len(run) > MAX_CHARACTERS or not any(character.isdigit() for character in run):
-        return run if any(character.isdigit() for character in run) else ""
+    if not any(character.isdigit() for character in run):
+        return ""
     surplus = run.count("(") - run.count(")")
     while surplus < 0 and run.endswith(")"):
         run, surplus = run[:-1].rstrip(), surplus + 1

@@ -35,4 +35,4 @@ def explained_variance(values_BT: Tensor, *, returns_BT: Tensor, mask_BT: Tensor
     """
     total = masked_variance(returns_BT, mask=mask_BT)
     left = masked_variance(returns_BT - values_BT, mask=mask_BT)
-    return torch.where(total > 0, 1 - left / total.clamp(min=torch.finfo(total.dtype).tiny), torch.zeros_like(total))
+    return torch.where(total > 0, 1 - left / total, torch.zeros_like(total))

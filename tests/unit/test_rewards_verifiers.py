@@ -151,6 +151,8 @@ def test_numeric_answer_agrees_with_gsm8k() -> None:
         "- (30 + 10 + 5) * 2",
         "**(30 + 10 + 5) * 2**",
         "(so (30 + 10 + 5) * 2)",
+        "(so 30*(10-5-2))",
+        "((30 + 10 + 5) * 2 it is",
         "1. (30 + 10 + 5) * 2",
         "(30 + 10 + 5) × 2",  # noqa: RUF001
         "\\boxed{\\left(30 + 10 + 5\\right) \\times 2}",
@@ -222,6 +224,7 @@ def test_countdown_accepts_every_synthetic_solution() -> None:
         ("abcdef", {"max": 4}, 0.5),
         ("abcdefgh", {"max": 4}, 0.0),
         ("", {"max": 4}, 1.0),
+        ("a", {"max": 1}, 1.0),
         ("abcd", {"target": 4}, 1.0),
         ("abc", {"target": 4}, 0.75),
         ("abcdef", {"target": 4}, 0.5),

@@ -237,9 +237,9 @@ def test_group_advantages_gradients() -> None:
     groups = torch.tensor([0, 0, 0, 1, 1, 1])
     for scale in (False, True):
         assert gradcheck(lambda r, s=scale: group_advantages(r, group_B=groups, scale_by_std=s), (rewards,))
-    flat = f64([0.5, 0.5]).requires_grad_()
-    group_advantages(flat, group_B=torch.tensor([0, 0]), scale_by_std=True).sum().backward()
-    close(flat.grad, [0, 0])  # and not NaN
+    flat = f64([0.5, 0.5, 0.7]).requires_grad_()
+    group_advantages(flat, group_B=torch.tensor([0, 0, 1]), scale_by_std=True).sum().backward()
+    close(flat.grad, [0, 0, 0])  # and not NaN, also for a group of one
 
 
 # whiten and the masked statistics
@@ -273,6 +273,20 @@ def test_whiten_laws() -> None:
     close(whiten(x[order], mask_BT=MASK_BT[order]), white[order])
     dirty = x.where(MASK_BT, torch.tensor(math.nan, dtype=torch.float64))
     close(whiten(dirty, mask_BT=MASK_BT), white)
+
+
+def test_statistics_of_two_values_of_one_and_of_none() -> None:
+    x = f64([[4.0, 1.0, 9.0]])
+    two, one, none = (torch.tensor([[1, n > 1, 0]]) * (n > 0) for n in (2, 1, 0))
+    # 4, 1: mean 2.5, deviations +-1.5, squares sum to 4.5
+    close(masked_mean(x, mask=two), 2.5)
+    close(masked_variance(x, mask=two), 4.5)
+    close(masked_variance(x, mask=two, variance="biased"), 2.25)
+    close(masked_mean(x, mask=one), 4.0)
+    for variance in ("unbiased", "biased"):
+        close(masked_variance(x, mask=one, variance=variance), 0.0)
+        close(masked_variance(x, mask=none, variance=variance), 0.0)
+    close(masked_mean(x, mask=none), 0.0)
 
 
 def test_whiten_of_one_value_or_of_none_is_zero() -> None:
