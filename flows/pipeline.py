@@ -12,8 +12,8 @@ from flows.round import run_round
 from stages.update_policy.job import TrainerState
 from tasks.evaluate_policy import evaluate
 from tasks.initialize_critic import initialize_critic
-from tasks.prepare_datasets import prepare_datasets
 from tasks.preferences import sample_preferences
+from tasks.prepare_datasets import prepare_datasets
 from tasks.run import Outcome, Run
 from tasks.train_reward_model import train_reward_model
 from tasks.train_sft import train_sft
@@ -62,7 +62,12 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
     report.start(evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment="before"))
     for round_index in range(config.rounds.count):
         result = run_round(
-            run, round_index=round_index, data=data, state=state, ref_policy=models.ref_policy, reward_model=reward_model
+            run,
+            round_index=round_index,
+            data=data,
+            state=state,
+            ref_policy=models.ref_policy,
+            reward_model=reward_model,
         )
         state = result.state
         evaluation = None

@@ -7,8 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect.artifacts import create_link_artifact, create_progress_artifact, create_table_artifact
-from prefect.artifacts import update_progress_artifact
+from prefect.artifacts import (
+    create_link_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.context import FlowRunContext
 
 from flows.round import RoundResult
@@ -81,7 +85,9 @@ class Report:
     def _show(self, row: Row) -> None:
         self.rows.append(row)
         cells = [row.get(name) for name in _COLUMNS]
-        shown = ["-" if c is None else f"{c:.4f}" if isinstance(c, float) and abs(c) < 100 else f"{c:.0f}" for c in cells]
+        shown = [
+            "-" if c is None else f"{c:.4f}" if isinstance(c, float) and abs(c) < 100 else f"{c:.0f}" for c in cells
+        ]
         shown[0] = "before" if row["round"] < 0 else str(row["round"])
         self.run.display.say("  ".join(f"{text:>11}" for text in shown))
 
@@ -188,7 +194,9 @@ def _before_and_after(report: Report, best: int) -> list[str]:
         figures = "".join(f"{outcome.metrics[name]:>10.3f}" for outcome in (before, at_best, after))
         lines.append(f"  {source.name:<26}{figures}")
     first = next(row for row in report.rows if "reward" in row)
-    lines.append(f"mean training reward: {first['reward']:.3f} in the first round, {report.rows[-1]['reward']:.3f} in the last")
+    lines.append(
+        f"mean training reward: {first['reward']:.3f} in the first round, {report.rows[-1]['reward']:.3f} in the last"
+    )
     where = "before the rounds" if best < 0 else f"after round {best}"
     lines.append(f"best by {metric}: {where}")
     return lines

@@ -119,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _overrides(asked: argparse.Namespace) -> list[str]:
     extra = {"rounds.count": asked.rounds, "seed": asked.seed}
-    return asked.overrides + [f"{key}={value}" for key, value in extra.items() if value is not None]
+    overrides: list[str] = asked.overrides
+    return overrides + [f"{key}={value}" for key, value in extra.items() if value is not None]
 
 
 def _run_flow(asked: argparse.Namespace) -> None:

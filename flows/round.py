@@ -51,9 +51,7 @@ def run_round(
         reward_model=reward_model,
         round_index=round_index,
     )
-    logprobs = compute_logprobs(
-        run, round_index=round_index, rollouts=rollouts, state=state, ref_policy=ref_policy.ref
-    )
+    logprobs = compute_logprobs(run, round_index=round_index, rollouts=rollouts, state=state, ref_policy=ref_policy.ref)
     advantages = estimate_advantages(
         run, round_index=round_index, rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state
     )

@@ -39,7 +39,7 @@ class Context:
     """
 
     out: Path
-    live: dict[str, Any] = field(default_factory=dict)
+    live: dict[Any, Any] = field(default_factory=dict)
     rank: int = 0
     world_size: int = 1
     report: Callable[[str, int, int], None] = lambda what, done, total: None
@@ -58,11 +58,13 @@ def load_job(path: Path) -> Job:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputError(f"{path}: expected a job.json written by a flow, found {error!r}") from None
     module = importlib.import_module(f"stages.{stage}.job")
-    job_class = next(c for c in vars(module).values() if isinstance(c, type) and getattr(c, "STAGE", None) == stage)
+    job_class = next(
+        c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Job) and vars(c).get("STAGE") == stage
+    )
     if version != job_class.VERSION:
         raise InputError(f"{path}: expected {stage} version {job_class.VERSION}, found {version}; run the flow again")
     try:
-        job: Job = job_class.model_validate(document)
+        job = job_class.model_validate(document)
     except ValidationError as error:
         raise InputError(f"{path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from None
     if job.fingerprint != fingerprint:
@@ -90,7 +92,7 @@ def serve(replies: TextIO, *, warm: str) -> None:
     """
     rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
     world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
-    live: dict[str, Any] = {}
+    live: dict[Any, Any] = {}
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -111,9 +113,7 @@ def serve(replies: TextIO, *, warm: str) -> None:
         try:
             reply({"done": execute(load_job(Path(order["job"])), context)})
         except DamagedArtifact as error:
-            reply(
-                {"error": error.kind, "message": str(error), "artifact": [error.stage, error.fingerprint]}
-            )
+            reply({"error": error.kind, "message": str(error), "artifact": [error.stage, error.fingerprint]})
         except RatchetError as error:
             reply({"error": error.kind, "message": str(error)})
         except Exception as error:

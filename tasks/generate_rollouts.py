@@ -25,7 +25,6 @@ def generate_rollouts(
 ) -> Outcome:
     """Sample completions of a batch of prompts. Evaluation is greedy; the rest follows `sampling`."""
     config = run.config
-    training = purpose == "training" and round_index is not None
     job = GenerateRollouts(
         store=run.store,
         seed=config.seed,
@@ -33,9 +32,9 @@ def generate_rollouts(
         inputs=Inputs(data=data.ref, policy=policy),
         parameters=Parameters(
             purpose=purpose,
-            round_index=round_index if training else -1,
+            round_index=-1 if round_index is None else round_index,
             split=split,
-            window=round_index if training else 0,
+            window=round_index or 0,
             num_prompts=num_prompts,
             group_size=group_size,
             prompts_per_shard=config.rounds.prompts_per_shard,

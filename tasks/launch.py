@@ -9,9 +9,10 @@ from typing import Any, ParamSpec, cast
 
 import prefect
 from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.runtime import task_run
-from prefect.states import Completed, State
+from prefect.states import Completed
 
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json, write_json
@@ -40,13 +41,13 @@ def stage_task(function: Callable[P, Outcome]) -> Callable[P, Outcome]:
         outcome = function(*args, **kwargs)
         return Completed(name="Cached", data=outcome) if outcome.reused else outcome
 
-    task = prefect.task(as_state, cache_policy=NO_CACHE, task_run_name=name, persist_result=False)
+    task: Any = prefect.task(cache_policy=NO_CACHE, task_run_name=name, persist_result=False)(as_state)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Outcome:
         if FlowRunContext.get() is None:
             return function(*args, **kwargs)
-        result: Any = cast(Any, task)(*args, **kwargs)
+        result: Any = task(*args, **kwargs)
         return cast(Outcome, result.result() if isinstance(result, State) else result)
 
     return call

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from configs.sources import PolicySamplesSource
+from stages.artifacts.store import ArtifactRef
 from stages.job import Compute
 from stages.label_preferences.job import Inputs, LabelPreferences, Parameters
 from tasks.generate_rollouts import generate_rollouts
@@ -13,8 +16,12 @@ from tasks.score_rollouts import score_rollouts
 
 def sample_preferences(run: Run, *, source: PolicySamplesSource, data: Outcome, policy: Outcome) -> Outcome:
     """Sample both parts of the prompts, judge the completions and pair them."""
-    judged = {}
-    for split, prompts in (("train", source.prompts), ("held_out", source.held_out_prompts)):
+    judged: dict[str, ArtifactRef] = {}
+    parts: tuple[tuple[Literal["train", "held_out"], int], ...] = (
+        ("train", source.prompts),
+        ("held_out", source.held_out_prompts),
+    )
+    for split, prompts in parts:
         rollouts = generate_rollouts(
             run,
             label=f"preferences-{split}-generate_rollouts",
@@ -29,7 +36,7 @@ def sample_preferences(run: Run, *, source: PolicySamplesSource, data: Outcome, 
             run, label=f"preferences-{split}-score_rollouts", rollouts=rollouts, sources=source.judge
         )
         judged |= {f"rollouts_{split}": rollouts.ref, f"rewards_{split}": rewards.ref}
-    return label_preferences(run, source=source, inputs=Inputs(**judged))
+    return label_preferences(run, source=source, inputs=Inputs.model_validate(judged))
 
 
 @stage_task

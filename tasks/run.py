@@ -88,21 +88,31 @@ class Run:
     def trainer(self, *, every_rank: bool) -> Compute:
         """What trainer stages run on: all ranks together, or one process for the stages that need only one."""
         resources = self.config.resources.trainer
-        device = "cuda" if resources.gpus else "cpu"
         ranks = resources.ranks if every_rank else 1
-        return Compute(device=device, ranks=ranks, threads=resources.threads, gpus=resources.gpus[:ranks])
+        return Compute(
+            device="cuda" if resources.gpus else "cpu",
+            ranks=ranks,
+            threads=resources.threads,
+            gpus=resources.gpus[:ranks],
+        )
 
     def generator(self) -> Compute:
         """What generation runs on."""
         resources = self.config.resources.generator
-        device = "cuda" if resources.gpus else "cpu"
-        return Compute(device=device, ranks=resources.engines, threads=resources.threads, gpus=resources.gpus)
+        return Compute(
+            device="cuda" if resources.gpus else "cpu",
+            ranks=resources.engines,
+            threads=resources.threads,
+            gpus=resources.gpus,
+        )
 
     def generator_spec(self) -> PoolSpec:
         """The generator's pool, so that it can be started before it is needed."""
         resources = self.config.resources.generator
         compute = self.generator()
-        return PoolSpec("generator", compute.device, compute.ranks, compute.threads, compute.gpus, resources.kv_cache_gib)
+        return PoolSpec(
+            "generator", compute.device, compute.ranks, compute.threads, compute.gpus, resources.kv_cache_gib
+        )
 
     def trainer_spec(self) -> PoolSpec:
         """The trainer's pool. A stage that needs one process runs on rank 0 of the same pool."""

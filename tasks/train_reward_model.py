@@ -16,8 +16,6 @@ def train_reward_model(run: Run, *, settings: RewardModelConfig, pairs: Outcome,
         seed=run.config.seed,
         compute=run.trainer(every_rank=True),
         inputs=Inputs(pairs=pairs.ref, policy=policy.ref),
-        parameters=Parameters(
-            model=run.config.model, reward_model=settings, trainer=run.config.resources.trainer
-        ),
+        parameters=Parameters(model=run.config.model, reward_model=settings, trainer=run.config.resources.trainer),
     )
     return complete(run, job, label="train_reward_model")

@@ -33,9 +33,9 @@ class Lease:
             owner = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "an owner that left no name"
             os.close(descriptor)
             raise LeaseHeld(f"{self.what} is held by {owner}; wait for it to end, or end it") from None
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
         self._file = descriptor
         return self
 

@@ -76,9 +76,7 @@ def _forward(
     return results
 
 
-def _gate(
-    rows: list[dict[str, Any]], results: list[dict[str, Any]], bound: float, dtype: str, out: Path
-) -> Metrics:
+def _gate(rows: list[dict[str, Any]], results: list[dict[str, Any]], bound: float, dtype: str, out: Path) -> Metrics:
     """Compare the generator's and the trainer's logprobs: stale weights or a shifted mask show here first."""
     sampled = {(row["prompt_id"], row["sample_index"]): row["rollout_logprobs"] for row in rows}
     worst, where, total, count = 0.0, "", 0.0, 0

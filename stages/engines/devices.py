@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils import deterministic
 
 from stages.job import Compute
 
@@ -14,5 +15,5 @@ def open_device(compute: Compute) -> torch.device:
         return torch.device("cuda", 0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Every buffer is written before it is read; filling gigabytes of them with NaN first costs a second a step.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return torch.device("cpu")

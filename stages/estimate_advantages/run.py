@@ -158,9 +158,7 @@ def _read(job: EstimateAdvantages) -> RoundBatch:
     )
 
 
-def _column(
-    lists: list[list[float]], *, name: str, keys: list[tuple[str, int]], lengths: list[int]
-) -> Tensor | None:
+def _column(lists: list[list[float]], *, name: str, keys: list[tuple[str, int]], lengths: list[int]) -> Tensor | None:
     """Right-pad one list column with zeros: [B, T]. None if every list is empty."""
     if not any(lists):
         return None

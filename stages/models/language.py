@@ -93,9 +93,7 @@ def export_policy(state: dict[str, torch.Tensor], *, like: PreTrainedModel, toke
     write_model(weights, like=like, tokenizer=tokenizer, directory=directory)
 
 
-def write_model(
-    weights: dict[str, torch.Tensor], *, like: PreTrainedModel, tokenizer: Path, directory: Path
-) -> None:
+def write_model(weights: dict[str, torch.Tensor], *, like: PreTrainedModel, tokenizer: Path, directory: Path) -> None:
     """Write safetensors, config.json and the tokenizer's files."""
     directory.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(weights, directory, max_shard_size="5GB")

@@ -60,9 +60,7 @@ def numeric_answer(*, prompt: str, completion: str, answer: str, tolerance: floa
     return float(found is not None and abs(found - wanted) <= tolerance)
 
 
-def countdown(
-    *, prompt: str, completion: str, answer: str, use_all: bool = True, format_reward: float = 0.1
-) -> float:
+def countdown(*, prompt: str, completion: str, answer: str, use_all: bool = True, format_reward: float = 0.1) -> float:
     """1 if the completion's last expression makes the target from the given numbers; else `format_reward` or 0.
 
     answer: `target: n1, n2, ...`, also with brackets, as `90: [30, 5, 10, 2]`. Each given number may be used at

@@ -46,8 +46,7 @@ def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
         rewards[source.name] = [_float32(value) for value in _score(source, rollouts, job=job, context=context)]
     context.progress("sources", len(sources), len(sources))
     rewards[TOTAL] = [
-        _float32(math.fsum(source.weight * rewards[source.name][i] for source in sources))
-        for i in range(len(rollouts))
+        _float32(math.fsum(source.weight * rewards[source.name][i] for source in sources)) for i in range(len(rollouts))
     ]
     _refuse_infinite(rewards, rollouts)
     rows = [

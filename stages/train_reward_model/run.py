@@ -98,7 +98,9 @@ def _pair_tokens(row: Row) -> int:
 def _pair_loss(engine: TrainingEngine, rows: list[Row], batch: Microbatch, *, center_coef: float) -> torch.Tensor:
     """Sum over pairs of -log sigmoid(chosen - rejected), plus center_coef * (chosen + rejected)^2."""
     picked = [rows[i] for i in batch.rows]
-    sequences = [r["prompt_ids"] + r["chosen_ids"] for r in picked] + [r["prompt_ids"] + r["rejected_ids"] for r in picked]
+    sequences = [r["prompt_ids"] + r["chosen_ids"] for r in picked] + [
+        r["prompt_ids"] + r["rejected_ids"] for r in picked
+    ]
     input_ids, last = pad_sequences(sequences, device=engine.device)
     scores = engine(input_ids).gather(1, last.unsqueeze(1)).squeeze(1)
     chosen, rejected = scores.chunk(2)

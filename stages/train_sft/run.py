@@ -38,7 +38,9 @@ def run(job: TrainSft, context: Context) -> Metrics:
     num_parameters = float(sum(p.numel() for p in model.parameters()))
     if parameters.sft is None:
         if context.rank == 0:
-            export_policy(model.state_dict(), like=model, tokenizer=data / "tokenizer", directory=context.out / "policy")
+            export_policy(
+                model.state_dict(), like=model, tokenizer=data / "tokenizer", directory=context.out / "policy"
+            )
         return {"parameters": num_parameters}
     if parameters.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -75,9 +77,7 @@ def step_rows(rows: list[Row], *, step: int, batch_size: int, seed: int, stage: 
     return picked
 
 
-def _train(
-    job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, context: Context
-) -> list[dict[str, Any]]:
+def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, context: Context) -> list[dict[str, Any]]:
     rows = read_rows(data, "demonstrations_train", schemas.DEMONSTRATIONS)
     figures = []
     for step in range(sft.steps):

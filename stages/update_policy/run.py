@@ -50,12 +50,17 @@ def run(job: UpdatePolicy, context: Context) -> Metrics:
 def _joined(job: UpdatePolicy) -> list[Row]:
     """The round's rows in canonical order, files joined by key."""
     tables = {}
-    for name, schema in (("rollouts", schemas.ROLLOUTS), ("logprobs", schemas.LOGPROBS), ("advantages", schemas.ADVANTAGES)):
+    for name, schema in (
+        ("rollouts", schemas.ROLLOUTS),
+        ("logprobs", schemas.LOGPROBS),
+        ("advantages", schemas.ADVANTAGES),
+    ):
         directory = open_artifact(job.store, getattr(job.inputs, name))
         tables[name] = by_key(read_rows(directory, name, schema), where=name)
         same_keys(tables["rollouts"], tables[name], left_name="rollouts", right_name=name)
     return [
-        tables["rollouts"][key] | tables["logprobs"][key] | tables["advantages"][key] for key in sorted(tables["rollouts"])
+        tables["rollouts"][key] | tables["logprobs"][key] | tables["advantages"][key]
+        for key in sorted(tables["rollouts"])
     ]
 
 

@@ -12,9 +12,7 @@ def gae(
     count = len(values)
     following = [*values[1:], 0.0]
     deltas = [token_rewards[t] + discount * following[t] - values[t] for t in range(count)]
-    advantages = [
-        sum((discount * gae_lambda) ** (s - t) * deltas[s] for s in range(t, count)) for t in range(count)
-    ]
+    advantages = [sum((discount * gae_lambda) ** (s - t) * deltas[s] for s in range(t, count)) for t in range(count)]
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
@@ -40,9 +38,7 @@ def explained_variance(values: list[float], returns: list[float]) -> float:
     return 1 - variance([r - v for r, v in zip(returns, values, strict=True)]) / variance(returns)
 
 
-def group_advantages(
-    rewards: list[float], groups: list[int], *, scale_by_std: bool, eps: float = 1e-6
-) -> list[float]:
+def group_advantages(rewards: list[float], groups: list[int], *, scale_by_std: bool, eps: float = 1e-6) -> list[float]:
     """Each reward minus its group's mean, over the group's Bessel std + eps if asked."""
     result = []
     for reward, group in zip(rewards, groups, strict=True):
@@ -66,9 +62,7 @@ def kl(logprob: float, ref_logprob: float, *, estimator: str) -> float:
     return math.exp(-d) - 1 + d
 
 
-def token_rewards(
-    reward: float, old: list[float], ref: list[float], *, kl_coef: float, estimator: str
-) -> list[float]:
+def token_rewards(reward: float, old: list[float], ref: list[float], *, kl_coef: float, estimator: str) -> list[float]:
     """One rollout's token rewards."""
     shaped = [-kl_coef * kl(o, r, estimator=estimator) for o, r in zip(old, ref, strict=True)]
     if shaped:

@@ -1,4 +1,4 @@
-"""stages/rl/advantages.py and masked.py: worked numbers, slow oracles, laws, gradients in float64."""
+"""stages/rl/advantages.py: worked numbers, slow oracles, laws, gradients in float64."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from stages.rl.advantages import (
     place_rewards,
     shaped_rewards,
     token_rewards,
-    whiten,
 )
-from stages.rl.masked import explained_variance, masked_mean, masked_variance
 from tests.unit import rl_oracles
 
 LENGTHS = [5, 1, 3, 4]
@@ -240,86 +238,3 @@ def test_group_advantages_gradients() -> None:
     flat = f64([0.5, 0.5, 0.7]).requires_grad_()
     group_advantages(flat, group_B=torch.tensor([0, 0, 1]), scale_by_std=True).sum().backward()
     close(flat.grad, [0, 0, 0])  # and not NaN, also for a group of one
-
-
-# whiten and the masked statistics
-
-
-def test_whiten_by_hand() -> None:
-    x, mask = f64([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    # 1, 2, 3: mean 2, unbiased variance 1, biased 2/3
-    close(whiten(x, mask_BT=mask, eps=0.0), [[-1, 0, 0], [1, 0, 0]])
-    biased = whiten(x, mask_BT=mask, variance="biased", eps=0.0)
-    close(biased, [[-math.sqrt(1.5), 0, 0], [math.sqrt(1.5), 0, 0]])
-
-
-@pytest.mark.parametrize(("variance", "correction"), [("unbiased", 1), ("biased", 0)])
-def test_masked_statistics_agree_with_the_oracle(variance: str, correction: int) -> None:
-    x = random_BT(6)
-    xs = x[MASK_BT].tolist()
-    close(masked_mean(x, mask=MASK_BT), rl_oracles.mean(xs))
-    close(masked_variance(x, mask=MASK_BT, variance=variance), rl_oracles.variance(xs, correction=correction))
-    close(whiten(x, mask_BT=MASK_BT, variance=variance)[MASK_BT], rl_oracles.whiten(xs, correction=correction))
-
-
-def test_whiten_laws() -> None:
-    x, order = random_BT(6), torch.tensor([3, 1, 0, 2])
-    white = whiten(x, mask_BT=MASK_BT)
-    close(masked_mean(white, mask=MASK_BT), 0.0)
-    close(masked_variance(white, mask=MASK_BT), 1.0, tolerance=1e-7)  # eps costs 1e-8
-    close(whiten(x + 40, mask_BT=MASK_BT), white, tolerance=1e-10)
-    close(whiten(x * 8, mask_BT=MASK_BT), white, tolerance=1e-7)
-    close(whiten(-x, mask_BT=MASK_BT), -white)
-    close(whiten(x[order], mask_BT=MASK_BT[order]), white[order])
-    dirty = x.where(MASK_BT, torch.tensor(math.nan, dtype=torch.float64))
-    close(whiten(dirty, mask_BT=MASK_BT), white)
-
-
-def test_statistics_of_two_values_of_one_and_of_none() -> None:
-    x = f64([[4.0, 1.0, 9.0]])
-    two, one, none = (torch.tensor([[1, n > 1, 0]]) * (n > 0) for n in (2, 1, 0))
-    # 4, 1: mean 2.5, deviations +-1.5, squares sum to 4.5
-    close(masked_mean(x, mask=two), 2.5)
-    close(masked_variance(x, mask=two), 4.5)
-    close(masked_variance(x, mask=two, variance="biased"), 2.25)
-    close(masked_mean(x, mask=one), 4.0)
-    for variance in ("unbiased", "biased"):
-        close(masked_variance(x, mask=one, variance=variance), 0.0)
-        close(masked_variance(x, mask=none, variance=variance), 0.0)
-    close(masked_mean(x, mask=none), 0.0)
-
-
-def test_whiten_of_one_value_or_of_none_is_zero() -> None:
-    one = torch.tensor([[1, 0]])
-    for variance in ("unbiased", "biased"):
-        close(whiten(f64([[4.0, 1.0]]), mask_BT=one, variance=variance), [[0, 0]])
-        close(whiten(f64([[4.0, 1.0]]), mask_BT=0 * one, variance=variance), [[0, 0]])
-
-
-def test_masked_statistics_gradients() -> None:
-    x = random_BT(6).requires_grad_()
-    for variance in ("unbiased", "biased"):
-        assert gradcheck(lambda y, v=variance: whiten(y, mask_BT=MASK_BT, variance=v), (x,))
-        assert gradcheck(lambda y, v=variance: masked_variance(y, mask=MASK_BT, variance=v), (x,))
-    assert gradcheck(lambda y: masked_mean(y, mask=MASK_BT), (x,))
-
-
-def test_explained_variance_by_hand_and_by_oracle() -> None:
-    mask = torch.tensor([[1, 1, 1, 0]])
-    returns, values = f64([[0.0, 1.0, 2.0, 9.0]]), f64([[0.0, 1.0, 1.0, -9.0]])
-    # Var[0, 1, 2] = 1; residuals 0, 0, 1: Var = 1/3; 1 - 1/3
-    close(explained_variance(values, returns_BT=returns, mask_BT=mask), 2 / 3)
-    x, y = random_BT(1), random_BT(2)
-    expected = rl_oracles.explained_variance(x[MASK_BT].tolist(), y[MASK_BT].tolist())
-    close(explained_variance(x, returns_BT=y, mask_BT=MASK_BT), expected)
-
-
-def test_explained_variance_laws() -> None:
-    returns, values = random_BT(1), random_BT(2)
-    close(explained_variance(returns, returns_BT=returns, mask_BT=MASK_BT), 1.0)
-    close(explained_variance(returns + 5, returns_BT=returns, mask_BT=MASK_BT), 1.0)  # a bias is not variance
-    close(explained_variance(0 * returns + 3, returns_BT=returns, mask_BT=MASK_BT), 0.0)
-    close(explained_variance(-returns, returns_BT=returns, mask_BT=MASK_BT), -3.0)  # Var[2R] = 4 Var[R]
-    close(explained_variance(values, returns_BT=0 * returns, mask_BT=MASK_BT), 0.0)
-    checked = values.clone().requires_grad_()
-    assert gradcheck(lambda v: explained_variance(v, returns_BT=returns, mask_BT=MASK_BT), (checked,))

@@ -101,6 +101,20 @@ def test_grpo_centres_each_group_and_spreads_over_tokens(tmp_path: Path) -> None
     assert "kl_to_ref_mean" not in metrics and "explained_variance" not in metrics
 
 
+def test_shares_of_truncated_rollouts_and_of_groups_without_signal(tmp_path: Path) -> None:
+    rows = [rollout(f"p{g}", s) for g in range(4) for s in range(2)]
+    rows[5]["finish_reason"] = "length"
+    rewards = [reward(row, float(i == 5)) for i, row in enumerate(rows)]
+    lps = [logprobs(row, old=[-1.0] * 3) for row in rows]
+    _, metrics = run_stage(run, job(tmp_path, Grpo(), rows, rewards, lps))
+    assert metrics["truncated_fraction"] == 0.125
+    assert metrics["zero_signal_group_fraction"] == 0.75
+    alone = [row for row in rows if row["sample_index"] == 0]
+    values = [logprobs(row, old=[-1.0] * 3, ref=[-1.0] * 3, values=[0.0] * 3) for row in alone]
+    _, metrics = run_stage(run, job(tmp_path, Ppo(), alone, [reward(row, 1.0) for row in alone], values))
+    assert "zero_signal_group_fraction" not in metrics  # a prompt with one rollout has no group to speak of
+
+
 def test_ppo_agrees_with_the_oracle_row_by_row(tmp_path: Path) -> None:
     rows, rewards, lps = a_round()
     algorithm = Ppo(kl_coef=0.1, gae_lambda=0.9, discount=0.99, whiten_advantages=False)
