@@ -41,7 +41,10 @@ def explain(error: ValidationError) -> list[str]:
     for fault in error.errors():
         key = ".".join(str(part) for part in fault["loc"]) or "config"
         message = fault["msg"].removeprefix("Value error, ")
-        if fault["type"] == "extra_forbidden":
+        if fault["type"] == "union_tag_not_found":
+            tag = fault["ctx"]["discriminator"].strip("'")
+            message = f"expected the key {tag} that says which one is meant; found {sorted(fault['input'])}"
+        elif fault["type"] == "extra_forbidden":
             message = "unknown key; see configs/schema.py for what may be asked"
         elif fault["type"] != "value_error" and not isinstance(fault["input"], dict | list):
             message = f"{message}; found {fault['input']!r}"
@@ -50,7 +53,7 @@ def explain(error: ValidationError) -> list[str]:
 
 
 def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
-    if path in seen:
+    if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
     try:
         text = path.read_text(encoding="utf-8")
@@ -67,7 +70,7 @@ def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    return _merge(_read(path.parent / str(base), seen=(*seen, path)), tree)
+    return _merge(_read(path.parent / str(base), seen=(*seen, path.resolve())), tree)
 
 
 def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -135,5 +138,5 @@ def _expand(node: Any) -> Any:
         value = os.environ.get(name, default if has_default else None)
         if value is None:
             raise ConfigError(f"environment variable {name} is not set and has no default (in {node!r})")
-        return _expand(head + value + tail)
+        return f"{head}{value}{_expand(tail)}"
     return node

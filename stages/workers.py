@@ -132,8 +132,8 @@ class WorkerPool:
                 if not events and time.monotonic() - last > deadline:
                     silent = [w.rank for w in workers if w.rank not in answers]
                     raise TransientError(
-                        f"{self.spec.kind} worker rank {silent}: expected progress within {deadline:.0f} s, found none; "
-                        f"log: {workers[0].log}"
+                        f"{self.spec.kind} worker rank {silent}: expected progress within {deadline:.0f} s, "
+                        f"found none; log: {workers[0].log}"
                     )
                 for key, _ in events:
                     last = time.monotonic()
