@@ -18,7 +18,8 @@ class ConfigError(ValueError):
 
 
 def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
-    """Read `path`, apply `overrides` (`"a.b=value"` strings, or a mapping of dotted keys) and validate.
+    """Read `path`, apply `overrides` (`"a.b=value"` strings, or a mapping of dotted keys; strings are
+    read as YAML) and validate.
 
     A file may start from another with `extends: other.yaml` (relative to itself) and then holds only its
     differences. `${NAME}` and `${NAME:-default}` in string values are read from the environment.
@@ -27,6 +28,7 @@ def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any
     """
     tree = _read(Path(path), seen=())
     pairs = list(overrides.items()) if isinstance(overrides, Mapping) else [_split(text) for text in overrides]
+    pairs = [(key, _value(key, value) if isinstance(value, str) else value) for key, value in pairs]
     for key, value in pairs:
         _set(tree, key, value)
     try:
@@ -89,14 +91,18 @@ def _other_variant(old: dict[str, Any], new: dict[str, Any]) -> bool:
     return any(tag in new and new[tag] != old.get(tag, new[tag]) for tag in ("kind", "name"))
 
 
-def _split(text: str) -> tuple[str, Any]:
+def _split(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {text!r}: expected key=value, for example algorithm.kl_coef=0.02")
+    return key, value
+
+
+def _value(key: str, text: str) -> Any:
     try:
-        return key, yaml.safe_load(value)
+        return yaml.safe_load(text)
     except yaml.YAMLError:
-        raise ConfigError(f"override {text!r}: the value is not YAML") from None
+        raise ConfigError(f"override '{key}={text}': the value is not YAML") from None
 
 
 def _set(tree: dict[str, Any], dotted: str, value: Any) -> None:

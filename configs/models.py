@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 from configs.base import Frozen
 
 
+HEAD_SIZES = (32, 64, 96, 128, 256)
+
+
 class FromScratch(Frozen):
     """A Llama with random weights and a byte-level BPE tokenizer trained on the run's own text."""
 
@@ -21,8 +24,12 @@ class FromScratch(Frozen):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "FromScratch":
-        if self.hidden % (2 * self.heads):
-            raise ValueError(f"hidden ({self.hidden}) must be an even multiple of heads ({self.heads})")
+        size, rest = divmod(self.hidden, self.heads)
+        if rest or size not in HEAD_SIZES:
+            raise ValueError(
+                f"expected hidden / heads to be one of {HEAD_SIZES} (what vLLM's kernels have), "
+                f"found {self.hidden} / {self.heads}"
+            )
         return self
 
 

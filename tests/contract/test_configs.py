@@ -237,7 +237,7 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
         ["model.base.max_positions=100", "sampling.max_completion_tokens=60"],
         ["model.base.max_positions", "at least 128", "found 100"],
     ),
-    ("heads that do not divide", ["model.base.heads=5"], ["model.base.from_scratch", "hidden (192)", "heads (5)"]),
+    ("heads that do not divide", ["model.base.heads=5"], ["model.base.from_scratch", "hidden / heads", "192 / 5"]),
     ("vocabulary below the bytes", ["model.base.vocabulary=100"], ["model.base.from_scratch.vocabulary", "260", "100"]),
     ("a base of no kind", ["model.base={path: somewhere}"], ["model.base", "kind"]),
     ("unknown dtype", ["model.dtype=float16"], ["model.dtype", "'bfloat16'", "'float16'"]),
