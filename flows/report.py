@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from prefect.artifacts import (
     create_link_artifact,
+    create_markdown_artifact,
     create_progress_artifact,
     create_table_artifact,
     update_progress_artifact,
 )
 from prefect.context import FlowRunContext
+from prefect.runtime import deployment
 
 from flows.round import RoundResult
 from stages.artifacts import layout, schemas
@@ -51,8 +54,8 @@ class Report:
         self._show(round_row(result.round_index, result, evaluation, self.run))
         if not self.run.replay:
             self._write_metrics()
-            self._tracker.log(result.round_index, self.rows[-1])
-            self._publish(result)
+            self._try("wandb", lambda: self._tracker.log(result.round_index, self.rows[-1]))
+            self._try("Prefect artifacts", lambda: self._publish_round(result))
 
     def finish(self, *, policy: Outcome, reward_model: Outcome | None) -> None:
         """The summary: what got better, where everything lies, what to type next."""
@@ -62,7 +65,8 @@ class Report:
             self._link_policies()
             write_bytes(self.run.directory / "summary.md", ("\n".join(lines) + "\n").encode())
             write_json(self.run.directory / "summary.json", self.summary())
-            self._tracker.finish()
+            self._try("wandb", self._tracker.finish)
+            self._try("Prefect artifacts", lambda: self._publish_summary(lines))
         for line in lines:
             self.run.display.say(line)
 
@@ -84,12 +88,7 @@ class Report:
 
     def _show(self, row: Row) -> None:
         self.rows.append(row)
-        cells = [row.get(name) for name in _COLUMNS]
-        shown = [
-            "-" if c is None else f"{c:.4f}" if isinstance(c, float) and abs(c) < 100 else f"{c:.0f}" for c in cells
-        ]
-        shown[0] = "before" if row["round"] < 0 else str(row["round"])
-        self.run.display.say("  ".join(f"{text:>11}" for text in shown))
+        self.run.display.say("  ".join(f"{text:>11}" for text in shown_row(row).values()))
 
     def _write_metrics(self) -> None:
         """Every figure of every stage so far, as one Arrow file in the run directory."""
@@ -115,23 +114,51 @@ class Report:
             temporary.symlink_to(self.states[index] / "policy")
             os.replace(temporary, link)
 
-    def _publish(self, result: RoundResult) -> None:
+    def _try(self, what: str, publish: Callable[[], None]) -> None:
+        """Show something in a view of the run. The run goes on without it: a view's server may be away."""
+        try:
+            publish()
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            self.run.display.say(f"{what} not published: {type(error).__name__}: {reason}")
+
+    def _publish_round(self, result: RoundResult) -> None:
         """Table, link and progress in the Prefect UI."""
         if FlowRunContext.get() is None:
             return
-        count = self.run.config.rounds.count
-        percent = 100.0 * (result.round_index + 1) / count
-        table = [{name: row.get(name) for name in _COLUMNS} for row in self.rows]
-        create_table_artifact(table=table, key="rounds", description=f"Rounds of {self.run.name}")
+        index, count = result.round_index, self.run.config.rounds.count
+        percent = 100.0 * (index + 1) / count
+        table = [shown_row(row) for row in self.rows]
+        create_table_artifact(table=table, key="rounds", description=f"Rounds of run {self.run.name}")
+        rollouts = result.rollouts.path / "rollouts-00000.arrow"
         create_link_artifact(
-            link=(result.rollouts.path / "rollouts-00000.arrow").as_uri(),
-            key=f"round-{result.round_index:03d}-rollouts",
-            link_text=f"rollouts of round {result.round_index}",
+            link=rollouts.as_uri(),
+            key=f"round-{index:03d}-rollouts",
+            link_text=str(rollouts),
+            description=f"Rollouts of round {index} of run {self.run.name}",
         )
         if self._progress is None:
-            self._progress = create_progress_artifact(progress=percent, key="progress", description="rounds done")
+            description = f"Rounds of run {self.run.name} that are done"
+            self._progress = create_progress_artifact(progress=percent, key="progress", description=description)
         else:
             update_progress_artifact(artifact_id=self._progress, progress=percent)
+
+    def _publish_summary(self, lines: list[str]) -> None:
+        if FlowRunContext.get() is None:
+            return
+        text = "\n".join(lines).strip()
+        description = f"Summary of run {self.run.name}"
+        create_markdown_artifact(markdown=f"```text\n{text}\n```", key="summary", description=description)
+
+
+def shown_row(row: Row) -> dict[str, str]:
+    """A line of the table, as text."""
+    cells = {name: row.get(name) for name in _COLUMNS}
+    shown = {
+        name: "-" if cell is None else f"{cell:.4f}" if isinstance(cell, float) and abs(cell) < 100 else f"{cell:.0f}"
+        for name, cell in cells.items()
+    }
+    return shown | {"round": "before" if row["round"] < 0 else str(row["round"])}
 
 
 def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None, run: Run) -> Row:
@@ -179,9 +206,21 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
         last = max(report.states)
         lines.append(f"last policy: {run.directory / 'last'} -> {report.states[last] / 'policy'}")
         lines.append(f"last policy's sha256: {policy_digest(report.states[last])}")
-    lines += ["", "what to type next:", "  the same command again: finds everything done, in seconds"]
-    lines.append("  --set algorithm.kl_coef=0.02: another run that shares every stage that does not depend on it")
-    return lines
+    return lines + _what_to_type_next()
+
+
+def _what_to_type_next() -> list[str]:
+    context = FlowRunContext.get()
+    other = "--set algorithm.kl_coef=0.02"
+    if context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None:
+        values = """'overrides={"algorithm.kl_coef": 0.02}'"""
+        other = f"prefect deployment run rlhf/{deployment.name} --param {values}"
+    return [
+        "",
+        "what to type next:",
+        "  the same command again: finds everything done, in seconds",
+        f"  {other}: another run that shares every stage that does not depend on it",
+    ]
 
 
 def _before_and_after(report: Report, best: int) -> list[str]:

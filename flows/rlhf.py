@@ -4,37 +4,46 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import flows.environment
 
 if __name__ == "__main__":
     flows.environment.quiet_prefect_console()
 from prefect import flow
+from prefect.exceptions import TerminationSignal
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from pydantic import Field
 
 from configs.load import ConfigError, load_config
 from configs.schema import RunConfig
 from flows.pipeline import Until, pipeline
-from flows.preflight import preflight
+from flows.preflight import check_store, preflight
 from flows.report import Report
-from stages.artifacts import store
+from flows.server import prefect_server
+from stages.artifacts import layout, store
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
 from stages.artifacts.store import ArtifactRef
-from tasks.display import Console, Lines
+from tasks.display import Console, Lines, hide_expected_tracebacks
 from tasks.run import NotDone, Run
 
 _REBUILDS = 8
 
 
 def _flow_run_name() -> str:
-    parameters = flow_run.parameters
-    name = os.path.splitext(os.path.basename(str(parameters["config"])))[0]
-    seed = parameters.get("seed")
-    return f"{name}-{parameters['until']}" + (f"-seed{seed}" if seed is not None else "")
+    """The run's own name, under which its directory lies in the store; and where it stops, if not at the policy."""
+    given = flow_run.parameters
+    until = "" if given["until"] == "policy" else f"-until-{given['until']}"
+    try:
+        config = resolve(given["config"], overrides=given["overrides"], rounds=given["rounds"], seed=given["seed"])
+    except ConfigError:  # the flow is about to say so itself
+        return f"{os.path.splitext(os.path.basename(str(given['config'])))[0]}{until}"
+    return f"{Run(config, display=Lines(), replay=True).name}{until}"
 
 
 @flow(name="rlhf", flow_run_name=_flow_run_name, persist_result=False)
@@ -50,16 +59,22 @@ def rlhf(
     config: a YAML file. overrides: dotted keys and values, such as {"algorithm.kl_coef": 0.02}. until: where to
     stop. Running it again does only what is not done yet.
     """
-    resolved = resolve(config, overrides=overrides or {}, rounds=rounds, seed=seed)
-    run_pipeline(resolved, until=until, print_lines=_from_command_line)
+    hide_expected_tracebacks()
+    resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
+    try:
+        run_pipeline(resolved, until=until, print_lines=_from_command_line)
+    except RatchetError:
+        again = f"prefect flow-run retry {flow_run.id}"
+        get_run_logger().info(f"what was finished is kept; once the cause is gone, this goes on: {again}")
+        raise
 
 
 _from_command_line = False
 
 
-def resolve(config: str, *, overrides: Any, rounds: int | None, seed: int | None) -> RunConfig:
+def resolve(config: str, *, overrides: dict[str, Any] | None, rounds: int | None, seed: int | None) -> RunConfig:
     """The configuration with everything that was asked for on top. Raises ConfigError."""
-    pairs = dict(overrides) if isinstance(overrides, dict) else dict(o.split("=", 1) for o in overrides)
+    pairs = dict(overrides or {})
     pairs |= {} if rounds is None else {"rounds.count": rounds}
     pairs |= {} if seed is None else {"seed": seed}
     return load_config(config, overrides=pairs)
@@ -94,27 +109,49 @@ def replay(config: RunConfig, *, until: Until) -> Report | None:
         return report
 
 
+_EXIT_CODES = """\
+exit codes: 0 done; 2 configuration or data that cannot be used; 3 a check between stages failed; 4 an artifact is
+damaged; 5 another process holds the run; 75 workers were lost again and again; 130, 143 interrupted (SIGINT,
+SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and the same command goes on from there."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the flow from the command line. Exit codes: 0 done, 2 bad input, others by kind of failure."""
-    parser = argparse.ArgumentParser(prog="python -m flows.rlhf", description="Run the RLHF pipeline.")
+    """Run the flow from the command line and return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flows.rlhf", description="Run the RLHF pipeline.", epilog=_EXIT_CODES
+    )
     parser.add_argument("--config", default="configs/quickstart.yaml", help="YAML file (default: %(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
-    parser.add_argument("--until", choices=["sft", "reward_model", "policy"], default="policy")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="algorithm.kl_coef=0.02"
+    )
+    parser.add_argument("--until", choices=["sft", "reward_model", "policy"], default="policy", help="where to stop")
     parser.add_argument("--rounds", type=int, help="how many rounds, instead of the configuration's")
     parser.add_argument("--seed", type=int, help="instead of the configuration's")
     asked = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _raise_signal)
     try:
         config = load_config(asked.config, overrides=_overrides(asked))
+        check_store(config)
         if replay(config, until=asked.until) is not None:
             return 0
-        _run_flow(asked)
+        preflight(config)
+        _run_flow(asked, config)
     except (ConfigError, InputError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 2
     except RatchetError as error:
-        print(f"error: {error}\nwhat was finished is kept; run the same command again to go on", file=sys.stderr)
+        print(f"error: {error}\n{_GO_ON}", file=sys.stderr)
         return error.exit_code
+    except BaseException as error:
+        number = _signal_behind(error)
+        if number is None:
+            raise
+        print(f"interrupted by {signal.Signals(number).name}\n{_GO_ON}", file=sys.stderr)
+        return 128 + number
     return 0
+
+
+_GO_ON = "what was finished is kept; run the same command again to go on"
 
 
 def _overrides(asked: argparse.Namespace) -> list[str]:
@@ -123,12 +160,29 @@ def _overrides(asked: argparse.Namespace) -> list[str]:
     return overrides + [f"{key}={value}" for key, value in extra.items() if value is not None]
 
 
-def _run_flow(asked: argparse.Namespace) -> None:
+def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
     """Run under Prefect; this process prints the run's lines itself."""
     global _from_command_line
     _from_command_line = True
     pairs = dict(text.partition("=")[::2] for text in asked.overrides)
-    rlhf(config=asked.config, overrides=pairs, until=asked.until, rounds=asked.rounds, seed=asked.seed)
+    directory = Run(config, display=Lines(), replay=True).directory
+    with prefect_server(log=layout.run_log(directory, "prefect")):
+        rlhf(config=asked.config, overrides=pairs, until=asked.until, rounds=asked.rounds, seed=asked.seed)
+
+
+def _raise_signal(number: int, frame: FrameType | None) -> NoReturn:
+    raise TerminationSignal(number)
+
+
+def _signal_behind(error: BaseException | None) -> int | None:
+    """The signal that ended the run, wherever it is in the chain: Prefect may fail while it handles one."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return signal.SIGINT
+        if isinstance(error, TerminationSignal):
+            return error.signal
+        error = error.__cause__ or error.__context__
+    return None
 
 
 if __name__ == "__main__":

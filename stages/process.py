@@ -33,7 +33,8 @@ class ChildProcess:
             )
         read_end, self._lifeline = os.pipe()
         os.set_inheritable(self._lifeline, False)
-        watch = f"read line; kill -KILL -- -{self.process.pid} 2>/dev/null"
+        # No "--" before the group: dash, which is /bin/sh on Debian and Ubuntu, does not take it.
+        watch = f"read line; kill -KILL -{self.process.pid} 2>/dev/null"
         self._watcher = subprocess.Popen(
             ["/bin/sh", "-c", watch],
             stdin=read_end,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 
@@ -10,7 +11,31 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from configs.load import ConfigError
+from stages.artifacts.errors import RatchetError
+
 _QUIET_SECONDS = 15.0
+_PREFECT_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+
+
+class ExpectedErrors(logging.Filter):
+    """Takes the traceback off what Prefect logs about an error whose message says all that there is to say."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Let every record through."""
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if isinstance(error, ConfigError | RatchetError):
+            record.exc_info = record.exc_text = None
+        return True
+
+
+_expected_errors = ExpectedErrors()
+
+
+def hide_expected_tracebacks() -> None:
+    """Put the filter on the loggers through which Prefect reports failures. Again does no harm."""
+    for name in _PREFECT_LOGGERS:
+        logging.getLogger(name).addFilter(_expected_errors)
 
 
 class Lines:
@@ -49,7 +74,7 @@ class Console:
         self._last = time.monotonic()
         if self.print_lines:
             print(line, flush=True)
-        if FlowRunContext.get() is not None:
+        if line and FlowRunContext.get() is not None:
             try:
                 get_run_logger().info(line)
             except MissingContextError:

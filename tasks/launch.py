@@ -28,13 +28,17 @@ _BACKOFF_SECONDS = 1.0
 def stage_task(function: Callable[P, Outcome]) -> Callable[P, Outcome]:
     """Make `function` a Prefect task inside a flow run, and a plain call outside one.
 
+    Its task runs are named after the round or the moment and the stage: `round-000 generate_rollouts`.
     Prefect neither caches nor retries it: manifests say what is done. An artifact that was there already shows
     as the state "Cached".
     """
 
     def name() -> str:
-        round_index = task_run.parameters.get("round_index")
-        return function.__name__ if round_index is None else f"round-{round_index:03d} {function.__name__}"
+        stage, given = function.__name__, task_run.parameters
+        index = given.get("round_index")
+        when = given.get("moment") or str(given.get("label", "")).removesuffix(stage).rstrip("-")
+        when = when or ("" if index is None else f"round-{index:03d}")
+        return f"{when} {stage}".strip()
 
     @wraps(function)
     def as_state(*args: P.args, **kwargs: P.kwargs) -> Any:
@@ -79,7 +83,9 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
         path=job.ref.path(job.store),
     )
     run.outcomes.append(outcome)
-    run.display.say(f"{label:<38} {'already done' if reused else f'{outcome.seconds:6.1f} s'}  {_shown(outcome)}")
+    run.display.say(
+        f"{label:<38} {'already done' if reused else f'{outcome.seconds:6.1f} s'}  {_shown(outcome)}".rstrip()
+    )
     return outcome
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from stages.models.language import TokenLogprobs, load_policy
 from stages.program import Context, Metrics
 from stages.trainer import Trainer, resident_trainer
 
+Row = dict[str, Any]
+
 
 def run(job: ComputeLogprobs, context: Context) -> Metrics:
     """Write one logprobs file per rank."""
@@ -29,10 +31,10 @@ def run(job: ComputeLogprobs, context: Context) -> Metrics:
     results = _forward(rows, trainer, reference, parameters.temperature, context)
     results.sort(key=lambda result: (result["prompt_id"], result["sample_index"]))
     write_table(layout.shard(context.out, "logprobs", context.rank), results, schemas.LOGPROBS)
-    return _gate(rows, results, parameters.max_mismatch, parameters.settings.model.dtype, context.out)
+    return _gate(rows, results, job, context)
 
 
-def _require_version(rows: list[dict[str, Any]], expected: str) -> None:
+def _require_version(rows: list[Row], expected: str) -> None:
     for row in rows:
         if row["policy_version"] != expected:
             raise GateError(
@@ -54,12 +56,12 @@ def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> Toke
 
 @torch.no_grad()
 def _forward(
-    rows: list[dict[str, Any]], trainer: Trainer, reference: TokenLogprobs, temperature: float, context: Context
-) -> list[dict[str, Any]]:
+    rows: list[Row], trainer: Trainer, reference: TokenLogprobs, temperature: float, context: Context
+) -> list[Row]:
     trainer.policy.train(False)
     if trainer.critic is not None:
         trainer.critic.train(False)
-    results: list[dict[str, Any]] = []
+    results: list[Row] = []
     batches = trainer.split(rows, context)
     for done, microbatch in enumerate(batches):
         batch = trainer.batch(rows, microbatch)
@@ -76,26 +78,33 @@ def _forward(
     return results
 
 
-def _gate(rows: list[dict[str, Any]], results: list[dict[str, Any]], bound: float, dtype: str, out: Path) -> Metrics:
+def _gate(rows: list[Row], results: list[Row], job: ComputeLogprobs, context: Context) -> Metrics:
     """Compare the generator's and the trainer's logprobs: stale weights or a shifted mask show here first."""
+    bound = job.parameters.max_mismatch
     sampled = {(row["prompt_id"], row["sample_index"]): row["rollout_logprobs"] for row in rows}
     worst, where, total, count = 0.0, "", 0.0, 0
     for result in results:
         key = (result["prompt_id"], result["sample_index"])
+        columns = result | {"rollout_logprobs": sampled[key]}
+        for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"):
+            if not all(map(math.isfinite, columns[name])):
+                raise GateError(f"rollout {key}: expected finite {name}, found {columns[name]}")
         for position, (ours, theirs) in enumerate(zip(result["old_logprobs"], sampled[key], strict=True)):
             difference = abs(ours - theirs)
             total, count = total + difference, count + 1
             if not difference <= worst:
                 worst, where = difference, f"rollout {key}, completion token {position}"
-    sums = sum_over_ranks([total, float(count)])
-    mean = sums[0] / max(1.0, sums[1])
-    found, name = (worst, "largest") if dtype == "float32" else (mean, "mean")
+    *of_ranks, total, tokens = sum_over_ranks(
+        [*(worst if rank == context.rank else 0.0 for rank in range(context.world_size)), total, float(count)]
+    )
+    largest, mean = max(of_ranks), total / max(1.0, tokens)
+    found, name = (largest, "largest") if job.parameters.settings.model.dtype == "float32" else (mean, "mean")
     if not found <= bound:
         raise GateError(
             f"generator and trainer disagree: {name} |old_logprobs - rollout_logprobs| is {found:.3g} nats "
-            f"(worst: {where}); expected at most {bound:g}; artifact not committed: {out}"
+            f"(worst here: {where}); expected at most {bound:g}; artifact not committed: {context.out}"
         )
-    return {"logprob_difference_max": worst, "logprob_difference_mean": mean}
+    return {"logprob_difference_max": largest, "logprob_difference_mean": mean}
 
 
 if __name__ == "__main__":

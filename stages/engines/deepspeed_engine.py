@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,20 +37,6 @@ def join_ranks(device: torch.device) -> None:
     )
 
 
-def learning_rate(optimizer: Optimizer, *, step: int, num_steps: int | None) -> float:
-    """The rate of optimizer step `step` (from 0): a pure function, so that no scheduler state can be lost.
-
-    num_steps: length of the schedule; None (open-ended) allows only `constant`.
-    """
-    warm = min(1.0, (step + 1) / (optimizer.warmup_steps + 1))
-    if optimizer.schedule == "constant" or num_steps is None:
-        return optimizer.learning_rate * warm
-    span = max(1, num_steps - optimizer.warmup_steps)
-    done = min(1.0, max(0, step - optimizer.warmup_steps) / span)
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if optimizer.schedule == "cosine" else 1 - done
-    return optimizer.learning_rate * warm * (optimizer.final_fraction + (1 - optimizer.final_fraction) * shape)
-
-
 class TrainingEngine:
     """A module under DeepSpeed.
 
@@ -71,6 +58,7 @@ class TrainingEngine:
             config=_settings(optimizer, resources, dtype, bucket=_bucket(module)),
             dist_init_required=False,
         )[0]
+        self._engine.checkpoint_engine.save = _save_by_content
 
     @property
     def module(self) -> nn.Module:
@@ -92,21 +80,36 @@ class TrainingEngine:
         Every rank must pass the same number of batches. Returns the gradient norm before clipping. Raises
         GateError before the step if a loss is not finite, after it (nothing is committed yet) if the norm is not.
         """
+        if not batches:
+            raise GateError("expected at least one microbatch for an optimizer step, found none")
         self.train(True)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
+        norm: Any = None
         for index, batch in enumerate(batches):
-            self._engine.set_gradient_accumulation_boundary(is_boundary=index == len(batches) - 1)
+            is_last = index == len(batches) - 1
+            self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
             loss = loss_of(batch)
             if not torch.isfinite(loss):
-                raise GateError(f"loss of microbatch {index} is {loss.item()}; expected a finite number")
+                raise GateError(
+                    f"loss of microbatch {index} is {loss.item()}; expected a finite number; {self._first_not_finite()}"
+                )
             self._engine.backward(loss * self.world_size)
+            if is_last and not self._engine.zero_optimization():
+                # Without ZeRO DeepSpeed keeps no norm; the gradients are already summed over the ranks here.
+                norm = nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
             self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        value = float(norm) if norm is not None else 0.0
+        value = float(self._engine.get_global_grad_norm() if norm is None else norm)
         if not math.isfinite(value):
-            raise GateError(f"gradient norm is {value}; expected a finite number")
+            raise GateError(f"gradient norm is {value}; expected a finite number; {self._first_not_finite()}")
         return value
+
+    def _first_not_finite(self) -> str:
+        """Names a parameter that holds NaN or Inf, for the message of a gate."""
+        for name, parameter in self.module.named_parameters():
+            if not torch.isfinite(getattr(parameter, "ds_tensor", parameter)).all():
+                return f"parameter {name} is not finite"
+        return "every parameter is finite"
 
     def full_state(self) -> dict[str, torch.Tensor]:
         """Every parameter and buffer, whole, by the module's own names (gathered under ZeRO-3), on the CPU."""
@@ -129,6 +132,28 @@ class TrainingEngine:
             raise GateError(f"{directory}: expected DeepSpeed state for {self.world_size} ranks, found none")
 
 
+def _save_by_content(state_dict: dict[str, Any], path: str) -> None:
+    """torch.save, whose bytes also depend on which equal strings are one object; here they depend on content alone.
+
+    Otherwise a state that was saved, loaded and saved again would hold the same numbers in other bytes.
+    """
+    words: dict[str, str] = {}
+
+    def settled(value: Any) -> Any:
+        if isinstance(value, str):
+            return words.setdefault(value, value)
+        if type(value) in (dict, OrderedDict):
+            made = type(value)((settled(k), settled(v)) for k, v in value.items())
+            if isinstance(made, OrderedDict):
+                vars(made).update(settled(vars(value)))  # a state_dict keeps its _metadata there
+            return made
+        if type(value) in (list, tuple):
+            return type(value)(settled(item) for item in value)
+        return value
+
+    torch.save(settled(state_dict), path)
+
+
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Add up each value over the ranks, in float64."""
     total = torch.tensor(list(values), dtype=torch.float64)
@@ -145,8 +170,10 @@ def _bucket(module: nn.Module) -> int:
 
 
 def _settings(optimizer: Optimizer, resources: TrainerResources, dtype: str, *, bucket: int) -> dict[str, Any]:
+    # Without ZeRO, DeepSpeed divides bfloat16 gradients by a loss scale that it never multiplied by; stage 1 does not.
+    stage = max(resources.zero_stage, 1) if dtype == "bfloat16" else resources.zero_stage
     zero: dict[str, Any] = {
-        "stage": resources.zero_stage,
+        "stage": stage,
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,12 @@ class GenerationEngine:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(policy)})
         self._llm.reset_prefix_cache()
         self.policy_version = policy_version
+
+    def close(self) -> None:
+        """End the engine and what vLLM keeps for the process; a new engine must not start before that is gone."""
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        gc.collect()
 
     def sample(
         self,

@@ -78,6 +78,9 @@ def _engine(job: GenerateRollouts, context: Context) -> GenerationEngine:
         engine: GenerationEngine = held[1]
         engine.use_policy(policy, policy_version=version)
         return engine
+    if held is not None:
+        context.live.pop(_ENGINE_LIVE)[1].close()
+        del held
     context.progress("starting vLLM", 0, 1)
     engine = GenerationEngine(
         policy,

@@ -14,8 +14,9 @@ from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import read_rows, write_table
 from stages.artifacts.store import open_artifact
-from stages.engines.deepspeed_engine import TrainingEngine, learning_rate, sum_over_ranks
+from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
+from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
 from stages.models.batches import Microbatch, microbatches, pad_sequences
 from stages.models.language import write_model

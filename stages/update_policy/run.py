@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from stages.artifacts.errors import GateError
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import by_key, read_rows, same_keys, write_table
 from stages.artifacts.store import open_artifact
-from stages.engines.deepspeed_engine import learning_rate, sum_over_ranks
+from stages.engines.deepspeed_engine import sum_over_ranks
+from stages.engines.schedule import learning_rate
 from stages.models.batches import Microbatch
 from stages.program import Context, Metrics
 from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
@@ -23,6 +25,8 @@ from stages.trainer import Trainer, advance_resident_trainer, drop_resident_trai
 from stages.update_policy.job import UpdatePolicy
 
 Row = dict[str, Any]
+_OPTIONAL = ("ref_logprobs", "values", "returns")
+_COLUMNS = ("old_logprobs", "advantages", *_OPTIONAL)
 
 
 def run(job: UpdatePolicy, context: Context) -> Metrics:
@@ -58,10 +62,30 @@ def _joined(job: UpdatePolicy) -> list[Row]:
         directory = open_artifact(job.store, getattr(job.inputs, name))
         tables[name] = by_key(read_rows(directory, name, schema), where=name)
         same_keys(tables["rollouts"], tables[name], left_name="rollouts", right_name=name)
-    return [
+    rows = [
         tables["rollouts"][key] | tables["logprobs"][key] | tables["advantages"][key]
         for key in sorted(tables["rollouts"])
     ]
+    _refuse_unusable(rows, num_minibatches=job.parameters.settings.algorithm.num_minibatches)
+    return rows
+
+
+def _refuse_unusable(rows: list[Row], *, num_minibatches: int) -> None:
+    """Gate: rows enough for every optimizer step, and a finite number per completion token in each column."""
+    if len(rows) < num_minibatches:
+        raise GateError(f"expected at least {num_minibatches} rollouts, one per minibatch, found {len(rows)}")
+    for row in rows:
+        for name in _COLUMNS:
+            values, expected = row[name], len(row["completion_ids"])
+            if len(values) not in (expected, 0 if name in _OPTIONAL else expected):
+                raise GateError(f"{_key(row)}: expected {expected} {name}, one per token, found {len(values)}")
+            for value in values:
+                if not math.isfinite(value):
+                    raise GateError(f"{_key(row)}: expected finite {name}, found {value}; no optimizer step was made")
+
+
+def _key(row: Row) -> str:
+    return f"rollout prompt_id {row['prompt_id']}, sample_index {row['sample_index']}"
 
 
 def _optimize(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: Context) -> list[dict[str, float]]:

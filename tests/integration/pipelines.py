@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _STAGE_LINE = re.compile(r"^(\S+)\s+(already done|[\d.]+ s)(?:\s|$)")
 TINY_PPO = Path("tests/integration/tiny_ppo.yaml")
+TINY_GRPO = Path("tests/integration/tiny_grpo.yaml")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ def environment(home: Path, **extra: str) -> dict[str, str]:
     """A Prefect home of its own, so that no test sees another's server state."""
     prefect = {"PREFECT_HOME": str(home), "PREFECT_MEMO_STORE_PATH": str(home / "memo.toml")}
     return {**os.environ, **prefect, **extra}
+
+
+def heed_interrupts() -> None:
+    """For a child about to start: SIGINT ends it, also where these tests run in the background of a script."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def command(config: Path, store: Path, *more: str) -> list[str]:

@@ -1,0 +1,82 @@
+"""Prefect's server for one run from the command line: on loopback, and gone when the run is, however that ends."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPException
+from os import environ
+from pathlib import Path
+from socket import create_server
+
+import prefect
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from stages.artifacts.errors import InputError, RatchetError
+from stages.process import ChildProcess
+
+_START_SECONDS = 120.0
+_ATTEMPTS = 3
+# What Prefect itself sets for the server that it starts where there is none.
+_EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+
+
+@contextmanager
+def prefect_server(*, log: Path) -> Iterator[None]:
+    """The server that Prefect is set up to use; where there is none, one that ends with this process.
+
+    Prefect would start one by itself, but in the terminal's process group, where Ctrl-C ends it before the run can
+    say goodbye, and without a lifeline, so that it outlives a kill -9 of the run. Raises InputError, RatchetError.
+    """
+    url = PREFECT_API_URL.value()
+    if url:
+        with get_client(sync_client=True) as client:
+            problem = client.api_healthcheck()
+        if problem is not None:
+            raise InputError(f"PREFECT_API_URL: expected a Prefect server at {url}, found none ({problem})")
+        yield
+        return
+    server, url = _start(log)
+    # Prefect sends its last lines and events when the interpreter exits; what is registered first runs after that.
+    atexit.register(server.close, grace_seconds=5.0)
+    with temporary_settings({PREFECT_API_URL: url}):
+        yield
+
+
+def _start(log: Path) -> tuple[ChildProcess, str]:
+    for _ in range(_ATTEMPTS):
+        with create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "uvicorn", "--app-dir", str(Path(prefect.__file__).parents[1]), "--factory"]
+        command += ["prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--log-level", "error", "--lifespan", "on"]
+        server = ChildProcess(command, env={**environ, **_EMBEDDED}, log=log)
+        try:
+            if _answers(server, port):
+                return server, f"http://127.0.0.1:{port}/api"
+        except BaseException:
+            server.kill()
+            raise
+        server.kill()
+    raise RatchetError(f"Prefect's server did not start in {_ATTEMPTS} attempts; log: {log}")
+
+
+def _answers(server: ChildProcess, port: int) -> bool:
+    """Wait until the server is up. False if it ended, which it does if somebody else took the port."""
+    deadline = time.monotonic() + _START_SECONDS
+    while server.process.poll() is None and time.monotonic() < deadline:
+        connection = HTTPConnection("127.0.0.1", port, timeout=5.0)
+        try:
+            connection.request("GET", "/api/health")
+            if connection.getresponse().status == 200:
+                return True
+        except (OSError, HTTPException):
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,260 @@
+"""The store: manifest last, rename into place, every kind of damage named, sealed shards adopted, named leases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from stages.artifacts import layout, store
+from stages.artifacts.errors import DamagedArtifact, LeaseHeld
+from stages.artifacts.lease import Lease
+from stages.artifacts.shards import adopt, seal
+from stages.job import Job
+
+
+class Toy(Job):
+    STAGE: ClassVar[str] = "toy"
+    VERSION: ClassVar[int] = 3
+    word: str = "a"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Toy:
+    return Toy(store=tmp_path, seed=1)
+
+
+def committed(job: Job) -> Path:
+    attempt = store.new_attempt(job)
+    (attempt / "deep").mkdir()
+    (attempt / "deep" / "weights").write_bytes(b"weights")
+    (attempt / "rows").write_bytes(b"rows")
+    store.commit(job, attempt, metrics={"loss": 0.5}, wall_seconds=1.0)
+    return job.ref.path(job.store)
+
+
+# Commit
+
+
+def test_the_manifest_says_what_is_there_and_how_it_was_made(job: Toy) -> None:
+    path = committed(job)
+    manifest = store.verify(job.store, job.ref)
+    assert manifest is not None
+    assert {name: entry.bytes for name, entry in manifest.files.items()} == {"deep/weights": 7, "rows": 4}
+    assert (manifest.stage, manifest.version, manifest.fingerprint) == ("toy", 3, job.fingerprint)
+    assert manifest.metrics == {"loss": 0.5} and manifest.determinism == "A"
+    assert manifest.job["word"] == "a" and manifest.libraries["torch"]
+    assert store.open_artifact(job.store, job.ref) == path
+    assert not layout.attempts(job.store, "toy", job.fingerprint).exists()
+
+
+def test_the_manifest_is_written_last_then_renamed(job: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order that makes a crash harmless: every file flushed, manifest, one rename, the parent flushed."""
+    calls: list[str] = []
+
+    def noted(module: Any, name: str, what: Any) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: (calls.append(what(*a)), original(*a, **k))[1])
+
+    noted(store, "sync_file", lambda path: f"sync {path.name}")
+    noted(store, "sync_directory", lambda path: f"sync {path.name}/")
+    noted(store, "write_json", lambda path, value: f"write {path.name}")
+    noted(store.os, "rename", lambda source, target: f"rename {source.name} to {target.parent.name}/{len(target.name)}")
+    committed(job)
+    assert calls == [
+        "sync weights",
+        "sync rows",
+        "sync deep/",
+        "write manifest.json",
+        "rename 0001 to toy/32",
+        "sync toy/",
+    ]
+
+
+def test_a_crash_before_the_rename_leaves_nothing_committed(job: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store.os, "rename", crash)
+        committed(job)
+    assert store.verify(job.store, job.ref) is None
+    assert [p.name for p in layout.attempts(job.store, "toy", job.fingerprint).iterdir()] == ["0001"]
+    committed(job)
+    assert store.verify(job.store, job.ref) is not None
+
+
+def test_an_artifact_that_is_there_is_not_overwritten(job: Toy) -> None:
+    path = committed(job)
+    before = (path / layout.MANIFEST).read_bytes()
+    attempt = store.new_attempt(job)
+    (attempt / "rows").write_bytes(b"others")
+    store.commit(job, attempt, metrics={}, wall_seconds=2.0)
+    assert (path / layout.MANIFEST).read_bytes() == before and (path / "rows").read_bytes() == b"rows"
+
+
+def test_attempts_are_numbered_and_the_newest_earlier_one_comes_first(job: Toy) -> None:
+    first, second, third = (store.new_attempt(job) for _ in range(3))
+    assert [path.name for path in (first, second, third)] == ["0001", "0002", "0003"]
+    assert store.earlier_attempts(third) == [second, first]
+    assert store.earlier_attempts(first) == []
+    assert store.earlier_attempts(job.store) == []
+
+
+# Damage
+
+
+def test_nothing_committed_is_no_damage_for_verify_but_for_open(job: Toy) -> None:
+    assert store.verify(job.store, job.ref) is None
+    with pytest.raises(DamagedArtifact, match="expected a committed artifact, found nothing"):
+        store.open_artifact(job.store, job.ref)
+
+
+def _flip(path: Path) -> None:
+    path.write_bytes(b"rOws")
+
+
+DAMAGE = {
+    "rows: expected sha256": lambda path: _flip(path / "rows"),
+    "rows: expected 4 bytes, found 2": lambda path: (path / "rows").write_bytes(b"ro"),
+    "deep/weights: missing": lambda path: (path / "deep" / "weights").unlink(),
+    "extra: not in the manifest": lambda path: (path / "extra").write_bytes(b""),
+    "expected a manifest, found none": lambda path: (path / layout.MANIFEST).unlink(),
+    "expected a manifest, found Expecting value": lambda path: (path / layout.MANIFEST).write_bytes(b""),
+    "expected a manifest, found 1 validation error": lambda path: edit(path, metrics="none"),
+    "expected the manifest of toy/": lambda path: edit(path, fingerprint="0" * 32),
+}
+
+
+def edit(path: Path, **fields: Any) -> None:
+    document = json.loads((path / layout.MANIFEST).read_text())
+    (path / layout.MANIFEST).write_text(json.dumps(document | fields))
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_damage_is_named_and_kept_in_quarantine(job: Toy, message: str) -> None:
+    path = committed(job)
+    DAMAGE[message](path)
+    with pytest.raises(DamagedArtifact) as caught:
+        store.verify(job.store, job.ref)
+    assert message in str(caught.value) and str(job.ref) in str(caught.value)
+    assert (caught.value.stage, caught.value.fingerprint) == ("toy", job.fingerprint)
+    kept = store.move_to_quarantine(job.store, job.ref)
+    assert kept.is_dir() and kept.parent == job.store / "quarantine" / "toy"
+    assert not path.exists() and store.verify(job.store, job.ref) is None
+    committed(job)
+    assert store.verify(job.store, job.ref) is not None
+
+
+def test_every_flipped_bit_is_found(job: Toy) -> None:
+    path = committed(job) / "rows"
+    for bit in range(32):
+        data = bytearray(b"rows")
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bytes(data))
+        os.utime(path, ns=(bit, bit))
+        with pytest.raises(DamagedArtifact, match="sha256"):
+            store.verify(job.store, job.ref)
+
+
+# Shards
+
+
+def shard(attempt: Path, *, content: bytes = b"shard", sealed: bool = True) -> Path:
+    attempt.mkdir(exist_ok=True)
+    path = layout.shard(attempt, "rollouts", 0)
+    path.write_bytes(content)
+    if sealed:
+        seal(path)
+    return path
+
+
+def test_a_sealed_shard_is_adopted_and_can_be_adopted_again(tmp_path: Path) -> None:
+    old = shard(tmp_path / "0001")
+    for number in ("0002", "0003"):
+        new = layout.shard(tmp_path / number, "rollouts", 0)
+        new.parent.mkdir()
+        assert adopt(new, earlier=[old.parent])
+        assert new.read_bytes() == b"shard" and os.path.samefile(old, new)
+        old = new
+    assert {p.name for p in (tmp_path / "0002").iterdir()} == {"rollouts-00000.arrow"}  # the mark lies beside it
+
+
+@pytest.mark.parametrize("harm", ["unsealed", "flipped", "cut", "mark gone", "mark cut", "file gone"])
+def test_anything_else_is_not_adopted(tmp_path: Path, harm: str) -> None:
+    old = shard(tmp_path / "0001", sealed=harm != "unsealed")
+    mark = tmp_path / "0001.sealed" / f"{old.name}.json"
+    match harm:
+        case "flipped":
+            old.write_bytes(b"shird")
+        case "cut":
+            old.write_bytes(b"shar")
+        case "mark gone":
+            mark.unlink()
+        case "mark cut":
+            mark.write_bytes(mark.read_bytes()[:9])
+        case "file gone":
+            old.unlink()
+    new = layout.shard(tmp_path / "0002", "rollouts", 0)
+    new.parent.mkdir()
+    assert not adopt(new, earlier=[old.parent])
+    assert not new.exists()
+
+
+def test_the_newest_undamaged_shard_wins(tmp_path: Path) -> None:
+    good = shard(tmp_path / "0001", content=b"first")
+    bad = shard(tmp_path / "0002", content=b"second")
+    bad.write_bytes(b"sec0nd")
+    new = layout.shard(tmp_path / "0003", "rollouts", 0)
+    new.parent.mkdir()
+    assert adopt(new, earlier=[bad.parent, good.parent])
+    assert new.read_bytes() == b"first"
+
+
+# Leases
+
+
+def test_a_held_lease_names_its_owner(tmp_path: Path) -> None:
+    with Lease(tmp_path / "lock", what="artifact toy/1"):
+        with pytest.raises(LeaseHeld) as caught, Lease(tmp_path / "lock", what="artifact toy/1"):
+            pass
+        message = str(caught.value)
+        assert message.startswith("artifact toy/1 is held by ") and f'"pid": {os.getpid()}' in message
+        assert '"host"' in message and '"since"' in message and caught.value.exit_code == 5
+    with Lease(tmp_path / "lock", what="artifact toy/1"):
+        pass
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from stages.artifacts.lease import Lease
+with Lease(Path(sys.argv[1]), what="it"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_lease_of_a_dead_owner_is_free_at_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    with pytest.raises(LeaseHeld, match=f'"pid": {holder.pid}'), Lease(tmp_path / "lock", what="it"):
+        pass
+    holder.kill()
+    holder.wait()
+    with Lease(tmp_path / "lock", what="it"):
+        assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
