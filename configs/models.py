@@ -6,7 +6,6 @@ from pydantic import Field, model_validator
 
 from configs.base import Frozen
 
-
 HEAD_SIZES = (32, 64, 96, 128, 256)
 
 
