@@ -49,7 +49,6 @@ def run_round(
         rollouts=rollouts,
         sources=run.config.rewards,
         reward_model=reward_model,
-        round_index=round_index,
     )
     logprobs = compute_logprobs(run, round_index=round_index, rollouts=rollouts, state=state, ref_policy=ref_policy.ref)
     advantages = estimate_advantages(

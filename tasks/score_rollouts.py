@@ -17,10 +17,8 @@ def score_rollouts(
     rollouts: Outcome,
     sources: tuple[RewardSource, ...],
     reward_model: Outcome | None = None,
-    round_index: int | None = None,
 ) -> Outcome:
     """Reward rollouts by every source."""
-    del round_index  # only names the Prefect task run
     reads_model = any(isinstance(source, RewardModelSource) for source in sources)
     model = reward_model.ref if reads_model and reward_model is not None else None
     job = ScoreRollouts(
