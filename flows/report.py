@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from prefect.artifacts import (
 from prefect.context import FlowRunContext
 from prefect.runtime import deployment
 
+from configs.rewards import RewardModelSource
 from flows.round import RoundResult
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json, write_bytes, write_json
@@ -26,7 +27,10 @@ from tasks.run import Outcome, Run
 from tasks.tracking import Tracker
 
 Row = dict[str, Any]
-_COLUMNS = ("round", "held_out", "reward", "kl", "entropy", "clip", "tokens", "gen_tok/s", "train_tok/s", "seconds")
+_COLUMNS = (
+    *("round", "held_out", "proxy", "reward", "kl", "entropy", "clip", "tokens"),
+    *("gen_tok/s", "train_tok/s", "seconds"),
+)
 
 
 class Report:
@@ -43,7 +47,7 @@ class Report:
     def start(self, evaluation: Outcome) -> None:
         """The policy before the first round."""
         self.evaluations.append((-1, evaluation))
-        self.run.display.say("  ".join(f"{name:>11}" for name in _COLUMNS))
+        self.run.display.say(table_line(_COLUMNS))
         self._show(round_row(-1, None, evaluation, self.run))
 
     def add_round(self, result: RoundResult, evaluation: Outcome | None) -> None:
@@ -88,7 +92,7 @@ class Report:
 
     def _show(self, row: Row) -> None:
         self.rows.append(row)
-        self.run.display.say("  ".join(f"{text:>11}" for text in shown_row(row).values()))
+        self.run.display.say(table_line(shown_row(row).values()))
 
     def _write_metrics(self) -> None:
         """Every figure of every stage so far, as one Arrow file in the run directory."""
@@ -151,6 +155,11 @@ class Report:
         create_markdown_artifact(markdown=f"```text\n{text}\n```", key="summary", description=description)
 
 
+def table_line(cells: Iterable[str]) -> str:
+    """Cells under one another."""
+    return " ".join(f"{cell:>{max(8, len(name))}}" for name, cell in zip(_COLUMNS, cells, strict=True))
+
+
 def shown_row(row: Row) -> dict[str, str]:
     """A line of the table, as text."""
     cells = {name: row.get(name) for name in _COLUMNS}
@@ -162,12 +171,18 @@ def shown_row(row: Row) -> dict[str, str]:
 
 
 def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None, run: Run) -> Row:
-    """One line of the table: held-out metric, training reward, KL to the reference, and so on."""
+    """One line of the table.
+
+    held_out: the evaluation's metric (gold). proxy: the reward model on the same completions, where it is measured.
+    reward: mean over the training rollouts. kl: to the reference, per token, nats. tokens: mean completion length.
+    """
     row: Row = {"round": index}
     if evaluation is not None:
         row["held_out"] = evaluation.metrics[f"{run.config.evaluation.metric}_mean"]
         for source in run.config.evaluation.rewards:
             row[f"held_out/{source.name}"] = evaluation.metrics[f"{source.name}_mean"]
+            if isinstance(source, RewardModelSource):
+                row["proxy"] = evaluation.metrics[f"{source.name}_mean"]
     if result is not None:
         tasks = (result.rollouts, result.rewards, result.logprobs, result.advantages, result.update)
         row |= {
@@ -199,6 +214,8 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
             f"on {exam['held_out_pairs']:.0f} pairs, calibration error {exam['calibration_error']:.3f}"
         )
     best = report.best()
+    if report.rows:
+        lines += ["", table_line(_COLUMNS), *(table_line(shown_row(row).values()) for row in report.rows), ""]
     if best is not None and len(report.evaluations) > 1:
         lines += _before_and_after(report, best[0])
     lines += [f"policy after SFT: {policy.path / 'policy'}", f"everything of this run: {run.directory}"]
