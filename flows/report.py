@@ -222,6 +222,8 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
     if report.states:
         last = max(report.states)
         lines.append(f"last policy: {run.directory / 'last'} -> {report.states[last] / 'policy'}")
+        if best is not None and best[0] in report.states:
+            lines.append(f"best policy: {run.directory / 'best'} -> {report.states[best[0]] / 'policy'}")
         lines.append(f"last policy's sha256: {policy_digest(report.states[last])}")
     return lines + _what_to_type_next()
 
