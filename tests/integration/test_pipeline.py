@@ -184,7 +184,7 @@ def test_rollouts_open_as_they_are(finished: Result, store: Path) -> None:
     assert datasets.Dataset(rollouts)["prompt"][:] == [row["prompt"] for row in expected]
     found = duckdb.sql("select sum(len(completion_ids)) from rollouts").fetchone()
     assert found == (sum(len(row["completion_ids"]) for row in expected),)
-    assert polars.read_ipc(path, memory_map=False)["completion"].to_list() == [row["completion"] for row in expected]
+    assert polars.read_ipc(path)["completion"].to_list() == [row["completion"] for row in expected]
 
 
 def test_figures_of_every_stage_are_in_one_arrow_file(finished: Result, run_directory: Path) -> None:
