@@ -182,8 +182,8 @@ def test_rollouts_open_as_they_are(finished: Result, store: Path) -> None:
     expected = read_table(path, schemas.ROLLOUTS).to_pylist()
     rollouts = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
     assert datasets.Dataset(rollouts)["prompt"][:] == [row["prompt"] for row in expected]
-    found = duckdb.sql("select sum(len(completion_ids)) from rollouts").fetchone()
-    assert found == (sum(len(row["completion_ids"]) for row in expected),)
+    found = duckdb.sql("select sum(len(completion_ids)) from rollouts").fetchall()
+    assert found == [(sum(len(row["completion_ids"]) for row in expected),)]
     assert polars.read_ipc(path)["completion"].to_list() == [row["completion"] for row in expected]
 
 
