@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from configs.sources import DataConfig
-from stages.artifacts.durable import digest_file, read_json, write_json
+from stages.artifacts.digests import DigestCache
 from stages.artifacts.errors import InputError
 from stages.prepare_datasets.files import file_sources, locate
 
@@ -17,24 +16,19 @@ def source_digests(data: DataConfig, cache: Path | None) -> dict[str, str]:
     cache: a JSON file that remembers digests by absolute path, size, modification time and inode; None: hash all.
     Raises InputError if a path does not exist, holds no data files, or cannot be read.
     """
-    known = _read_cache(cache)
     digests: dict[str, str] = {}
-    fresh: dict[str, str] = {}
-    for role, source in file_sources(data).items():
-        if source.hub:
-            name = f"hub:{source.path}@{source.revision or 'main'}"
-            digests[f"{role}/{name}"] = name
-            continue
-        for file in locate(source, role=role):
-            try:
-                status = os.stat(file.path)
-                key = f"{file.path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
-                digest = known.get(key) or fresh.get(key) or digest_file(file.path)
-            except OSError as error:
-                raise InputError(f"data.{role}.path: {file.path}: cannot be read: {error.strerror or error}") from None
-            fresh[key] = digests[file.name] = digest
-    if cache is not None and not fresh.keys() <= known.keys():
-        write_json(cache, known | fresh)
+    with DigestCache(cache) as known:
+        for role, source in file_sources(data).items():
+            if source.hub:
+                name = f"hub:{source.path}@{source.revision or 'main'}"
+                digests[f"{role}/{name}"] = name
+                continue
+            for file in locate(source, role=role):
+                try:
+                    digests[file.name] = known.file(file.path)
+                except OSError as error:
+                    reason = error.strerror or error
+                    raise InputError(f"data.{role}.path: {file.path}: cannot be read: {reason}") from None
     return digests
 
 
@@ -48,13 +42,3 @@ def check_digests(data: DataConfig, expected: dict[str, str]) -> None:
                 f"{name}: expected the file that this run was planned with (sha256 {was}), found {now}; "
                 "run the flow again to plan with the data as it is now"
             )
-
-
-def _read_cache(cache: Path | None) -> dict[str, str]:
-    try:
-        known = read_json(cache) if cache is not None else {}
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(known, dict):
-        return {}
-    return {key: value for key, value in known.items() if isinstance(value, str)}

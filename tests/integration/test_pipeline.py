@@ -187,6 +187,28 @@ def test_rollouts_open_as_they_are(finished: Result, store: Path) -> None:
     assert polars.read_ipc(path)["completion"].to_list() == [row["completion"] for row in expected]
 
 
+def test_a_model_of_ones_own_starts_the_rounds(finished: Result, run_directory: Path, store: Path, home: Path) -> None:
+    base = (run_directory / "last").resolve()
+    more = (
+        *("--set", f"model.base={{kind: pretrained, path: {base}}}", "--set", "sft=null"),
+        *("--set", "data.demonstrations=null", "--set", "data.preferences=null", "--set", "reward_model=null"),
+        *("--set", "algorithm={name: grpo}", "--set", "rewards=[{kind: verifier, verifier: position_match}]"),
+        *("--set", "evaluation.rewards=[{kind: verifier, verifier: exact_match}]"),
+        *("--set", "model.lora={rank: 4}", "--set", "rounds.group_size=4", "--rounds", "1"),
+    )
+    result = run_flow(TINY_PPO, store, *more, home=home)
+    assert result.code == 0, result.out + result.err
+    assert "round-000-update_policy" in result.made()
+    weights = base / "model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        changed = run_flow(TINY_PPO, store, *more, "--until", "sft", home=home)
+    finally:
+        weights.write_bytes(kept)
+    assert changed.made() == ["train_sft"], "other weights are another recipe"
+
+
 def test_figures_of_every_stage_are_in_one_arrow_file(finished: Result, run_directory: Path) -> None:
     rows = read_table(layout.run_metrics(run_directory), schemas.METRICS).to_pylist()
     names = {(row["round_index"], row["stage"], row["metric"]) for row in rows}
