@@ -62,7 +62,7 @@ docs: setup ## write docs/artifacts.md from the schemas
 clean: ## build litter; never outputs/, never .venv
 	@rm -rf .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	rm -rf build dist ./*.egg-info
-	find $(PACKAGES) tests docs bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(PACKAGES) tests docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .ONESHELL:
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from configs.base import Frozen
 from configs.models import Optimizer
@@ -11,10 +11,20 @@ KlEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token_mean", "sequence_mean"]
 
 
+def _constant(optimizer: Optimizer) -> Optimizer:
+    """The rounds are open-ended: a run can be given more of them, so no schedule can know its end."""
+    if optimizer.schedule != "constant":
+        raise ValueError(f"schedule: expected constant (after warmup_steps) in the rounds, found {optimizer.schedule}")
+    return optimizer
+
+
+RoundOptimizer = Annotated[Optimizer, AfterValidator(_constant)]
+
+
 class _Shared(Frozen):
     """What both algorithms have."""
 
-    policy_optimizer: Optimizer = Optimizer(learning_rate=2e-5)
+    policy_optimizer: RoundOptimizer = Optimizer(learning_rate=2e-5)
     epochs: int = Field(default=1, ge=1, description="passes over a round's rollouts")
     num_minibatches: int = Field(default=2, ge=1, description="optimizer steps per epoch")
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
@@ -36,7 +46,7 @@ class Ppo(_Shared):
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
     whiten_advantages: bool = True
     value_clip: float = Field(default=0.2, gt=0.0)
-    critic_optimizer: Optimizer = Optimizer(learning_rate=3e-4)
+    critic_optimizer: RoundOptimizer = Optimizer(learning_rate=3e-4)
 
 
 class Grpo(_Shared):

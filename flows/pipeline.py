@@ -37,6 +37,7 @@ def pipeline(run: Run, *, until: Until) -> Report:
     if not run.replay:
         run.pool(run.generator_spec()).start()
     policy = train_sft(run, data=data)
+    run.release_trainer()
     reward_model = None
     if run.config.reward_model is not None and until != "sft":
         preferences = run.config.data.preferences
@@ -44,6 +45,7 @@ def pipeline(run: Run, *, until: Until) -> Report:
         if isinstance(preferences, PolicySamplesSource):
             pairs = sample_preferences(run, source=preferences, data=data, policy=policy)
         reward_model = train_reward_model(run, settings=run.config.reward_model, pairs=pairs, policy=policy)
+        run.release_trainer()
     models = Models(data=data, ref_policy=policy, reward_model=reward_model)
     if until == "policy":
         _rounds(run, models, report)

@@ -187,7 +187,7 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
         tasks = (result.rollouts, result.rewards, result.logprobs, result.advantages, result.update)
         row |= {
             "reward": result.rewards.metrics["total_mean"],
-            "kl": result.advantages.metrics["kl_to_ref_mean"],
+            "kl": result.advantages.metrics.get("kl_to_ref_mean"),
             "entropy": result.update.metrics["entropy"],
             "clip": result.update.metrics["clip_fraction"],
             "tokens": result.advantages.metrics["completion_tokens_mean"],

@@ -60,7 +60,9 @@ class ChildProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the child's process group now and dismiss the watcher."""
+        """Kill the child's process group now and dismiss the watcher. Again does nothing: the ids may be others'."""
+        if self._lifeline < 0:
+            return
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -68,6 +70,5 @@ class ChildProcess:
         self.process.wait()
         self._watcher.kill()
         self._watcher.wait()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        os.close(self._lifeline)
+        self._lifeline = -1

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
+from stages.artifacts.lease import Lease
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
 from stages.workers import PoolSpec, WorkerPool
@@ -150,18 +151,17 @@ def _by_hand(stage: str, path: Path, out: Path | None) -> int:
         return 0
     if out is not None and out.exists() and any(out.iterdir()):
         raise InputError(f"--out {out}: expected a new or empty directory")
-    attempt = out or store.new_attempt(job)
-    attempt.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with WorkerPool(PoolSpec.of(job), logs=path.parent.parent / "logs") as pool:
-        metrics = pool.run(path.resolve(), attempt.resolve(), on_progress=_print_progress)
-    seconds = time.monotonic() - started
     if out is None:
-        store.commit(job, attempt, metrics=metrics, wall_seconds=seconds)
+        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}"):
+            attempt = store.new_attempt(job)
+            metrics, seconds = _run_in_workers(job, path, attempt)
+            store.commit(job, attempt, metrics=metrics, wall_seconds=seconds)
         print(f"{job.ref} done in {seconds:.1f} s: {job.ref.path(job.store)}")
         return 0
-    made = store.write_manifest(job, attempt, metrics=metrics, wall_seconds=seconds)
-    print(f"{job.ref} run again in {seconds:.1f} s: {attempt / layout.MANIFEST}")
+    out.mkdir(parents=True, exist_ok=True)
+    metrics, seconds = _run_in_workers(job, path, out)
+    made = store.write_manifest(job, out, metrics=metrics, wall_seconds=seconds)
+    print(f"{job.ref} run again in {seconds:.1f} s: {out / layout.MANIFEST}")
     if done is None:
         return 0
     different = sorted(n for n in made.files.keys() | done.files if made.files.get(n) != done.files.get(n))
@@ -169,6 +169,14 @@ def _by_hand(stage: str, path: Path, out: Path | None) -> int:
     for name in different:
         print(f"differs: {name}")
     return 1 if different else 0
+
+
+def _run_in_workers(job: Job, path: Path, attempt: Path) -> tuple[Metrics, float]:
+    """Metrics and wall seconds of one run of the job in workers of its own."""
+    started = time.monotonic()
+    with WorkerPool(PoolSpec.of(job), logs=path.parent.parent / "logs") as pool:
+        metrics = pool.run(path.resolve(), attempt.resolve(), on_progress=_print_progress)
+    return metrics, time.monotonic() - started
 
 
 def _print_progress(what: str, done: int, total: int) -> None:

@@ -49,7 +49,7 @@ class Trainer:
         self._language = load_policy(directory / "policy", dtype=model.dtype)
         _prepare(self._language, model)
         self.policy = TrainingEngine(
-            TokenLogprobs(self._language),
+            TokenLogprobs(self._language, entropy_gradient=settings.algorithm.entropy_coef > 0),
             optimizer=settings.algorithm.policy_optimizer,
             resources=resources,
             dtype=model.dtype,

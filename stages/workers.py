@@ -99,7 +99,9 @@ class WorkerPool:
             self._workers.append(_Worker(rank, env=env, log=log, warm=_WARM[self.spec.kind]))
 
     def run(self, job: Path, out: Path, *, on_progress: OnProgress, all_ranks: bool = True) -> dict[str, float]:
-        """Run one job on every rank (or on rank 0 alone) and return rank 0's metrics.
+        """Run one job on every rank (or on rank 0 alone) and return its metrics.
+
+        Trainer ranks work on one thing, so rank 0 speaks for them; engines do shares, so theirs are added up.
 
         Raises TransientError if a worker is lost, else what the stage raised.
         """
@@ -113,10 +115,13 @@ class WorkerPool:
             for worker in workers:
                 worker.send({"job": str(job), "out": str(out)})
             results = self._collect(workers, deadline=self.stall_seconds, until="done", on_progress=on_progress)
-        except (RatchetError, KeyboardInterrupt):
+        except BaseException:
             self.kill()
             raise
-        return dict(results[0]["done"])
+        shares = [result["done"] for result in results]
+        if self.spec.kind == "generator":
+            return {name: sum(share[name] for share in shares) for name in shares[0]}
+        return dict(shares[0])
 
     def _collect(
         self, workers: list[_Worker], *, deadline: float, until: str, on_progress: OnProgress

@@ -17,12 +17,13 @@ def compute_logprobs(
 ) -> Outcome:
     """Have trainer, reference and critic look at the round's rollouts."""
     config = run.config
+    asks_for_kl = config.algorithm.kl_coef > 0 or config.algorithm.kl_target is not None
     settings = UpdateSettings(model=config.model, algorithm=config.algorithm, trainer=config.resources.trainer)
     job = ComputeLogprobs(
         store=run.store,
         seed=config.seed,
         compute=run.trainer(every_rank=True),
-        inputs=Inputs(rollouts=rollouts.ref, state=state, ref_policy=ref_policy),
+        inputs=Inputs(rollouts=rollouts.ref, state=state, ref_policy=ref_policy if asks_for_kl else None),
         parameters=Parameters(
             temperature=config.sampling.temperature,
             settings=settings,

@@ -85,6 +85,11 @@ class Run:
             self._pools[spec] = WorkerPool(spec, logs=logs, stall_seconds=stall)
         return self._pools[spec]
 
+    def release_trainer(self) -> None:
+        """End the trainer on GPUs after a training stage: DeepSpeed does not free an engine in a live process."""
+        if self.config.resources.trainer.gpus:
+            self.pool(self.trainer_spec()).close()
+
     def trainer(self, *, every_rank: bool) -> Compute:
         """What trainer stages run on: all ranks together, or one process for the stages that need only one."""
         resources = self.config.resources.trainer

@@ -70,11 +70,12 @@ def same_keys(left: dict[Any, Any], right: dict[Any, Any], *, left_name: str, ri
 
 
 def seal(path: Path) -> None:
-    """Mark a finished shard of an unfinished attempt, so that a later attempt may adopt it.
+    """Mark a finished shard of an unfinished attempt, so that a later attempt may adopt it. By hand there is none.
 
     The mark lies beside the attempt, never in it: once the artifact is committed, its manifest speaks.
     """
-    write_json(_mark(path), {"sha256": digest_file(path), "bytes": path.stat().st_size})
+    if path.parent.name.isdigit():
+        write_json(_mark(path), {"sha256": digest_file(path), "bytes": path.stat().st_size})
 
 
 def adopt(path: Path, *, earlier: Sequence[Path]) -> bool:

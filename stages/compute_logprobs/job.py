@@ -11,12 +11,12 @@ from stages.update_policy.job import TrainerState, UpdateSettings
 
 
 class Inputs(Frozen):
-    """rollouts: generate_rollouts. state: the trainer at the round's start. ref_policy: train_sft, where a KL is
-    asked for or reported."""
+    """rollouts: generate_rollouts. state: the trainer at the round's start. ref_policy: train_sft; None where no KL
+    is asked for, so that no memory goes to a reference."""
 
     rollouts: ArtifactRef
     state: TrainerState
-    ref_policy: ArtifactRef
+    ref_policy: ArtifactRef | None = None
 
 
 class Parameters(Frozen):

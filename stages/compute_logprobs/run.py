@@ -43,8 +43,10 @@ def _require_version(rows: list[Row], expected: str) -> None:
             )
 
 
-def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> TokenLogprobs:
-    """The frozen reference, kept between rounds."""
+def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> TokenLogprobs | None:
+    """The frozen reference, kept between rounds; None where no KL is asked for."""
+    if job.inputs.ref_policy is None:
+        return None
     key = ("ref_policy", job.inputs.ref_policy.fingerprint)
     if key not in context.live:
         directory = open_artifact(job.store, job.inputs.ref_policy) / "policy"
@@ -56,7 +58,7 @@ def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> Toke
 
 @torch.no_grad()
 def _forward(
-    rows: list[Row], trainer: Trainer, reference: TokenLogprobs, temperature: float, context: Context
+    rows: list[Row], trainer: Trainer, reference: TokenLogprobs | None, temperature: float, context: Context
 ) -> list[Row]:
     trainer.policy.train(False)
     if trainer.critic is not None:
@@ -66,13 +68,16 @@ def _forward(
     for done, microbatch in enumerate(batches):
         batch = trainer.batch(rows, microbatch)
         inputs = (batch.input_ids_BL, batch.select_BL, batch.targets_N, temperature)
-        columns = {"old_logprobs": trainer.policy(*inputs)[0], "ref_logprobs": reference(*inputs)[0]}
+        columns = {"old_logprobs": trainer.policy(*inputs)[0]}
+        if reference is not None:
+            columns["ref_logprobs"] = reference(*inputs)[0]
         if trainer.critic is not None:
             columns["values"] = trainer.values(batch)
         pieces = {name: tensor.float().cpu().split(batch.lengths) for name, tensor in columns.items()}
         for place, index in enumerate(() if microbatch.is_filler else microbatch.rows):
             row = rows[index]
-            result = {"prompt_id": row["prompt_id"], "sample_index": row["sample_index"], "values": []}
+            result = {"prompt_id": row["prompt_id"], "sample_index": row["sample_index"]}
+            result |= {"ref_logprobs": [], "values": []}
             results.append(result | {name: split[place].tolist() for name, split in pieces.items()})
         context.progress("logprobs", done + 1, len(batches))
     return results

@@ -30,7 +30,8 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
     shards = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     earlier = earlier_attempts(context.out)
     missing = []
-    for index in range(context.rank, len(shards), context.world_size):
+    mine = range(context.rank, len(shards), context.world_size)
+    for index in mine:
         if not adopt(layout.shard(context.out, "rollouts", index), earlier=earlier):
             missing.append(index)
     tokens = 0
@@ -39,7 +40,8 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
         for done, index in enumerate(missing):
             tokens += _generate(job, context, engine, tokenizer, shards[index], index)
             context.progress("rollout shards", done + 1, len(missing))
-    return {"prompts": float(len(prompts)), "shards_generated": float(len(missing)), "generated_tokens": float(tokens)}
+    num_prompts = sum(len(shards[index]) for index in mine)
+    return {"prompts": float(num_prompts), "shards_generated": float(len(missing)), "generated_tokens": float(tokens)}
 
 
 def select_prompts(job: GenerateRollouts) -> list[Row]:

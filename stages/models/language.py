@@ -57,11 +57,15 @@ def _from_pretrained(path: str, dtype: str, *, revision: str | None = None) -> P
 
 
 class TokenLogprobs(nn.Module):
-    """A language model seen as a function from sequences to log-probabilities of their completion tokens."""
+    """A language model seen as a function from sequences to log-probabilities of their completion tokens.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    entropy_gradient: whether the entropy is part of a loss; otherwise it costs no memory in the backward pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.entropy_gradient = entropy_gradient
 
     def forward(
         self, input_ids_BL: torch.Tensor, select_BL: torch.Tensor, targets_N: torch.Tensor, temperature: float
@@ -74,7 +78,8 @@ class TokenLogprobs(nn.Module):
         logits_NV = self.model.get_output_embeddings()(hidden_BLD[select_BL]).float() / temperature
         all_NV = torch.log_softmax(logits_NV, dim=-1)
         logprobs_N = all_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
-        entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
+            entropy_N = -(all_NV.exp() * all_NV).sum(-1)
         return logprobs_N, entropy_N
 
 

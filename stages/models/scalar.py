@@ -6,7 +6,7 @@ they are and ours load elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -79,15 +79,24 @@ class TokenScores(nn.Module):
 
 @torch.no_grad()
 def score_sequences(
-    model: PreTrainedModel, sequences: Sequence[Sequence[int]], *, max_tokens_per_microbatch: int
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    max_tokens_per_microbatch: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> torch.Tensor:
-    """Reward of each sequence (prompt and completion token ids): scores_B, float32, read at its last token."""
+    """Reward of each sequence (prompt and completion token ids): scores_B, float32, read at its last token.
+
+    on_progress(done, total) is called after each microbatch, with sequences.
+    """
     module = TokenScores(model).eval()
     device = next(model.parameters()).device
     scores_B = torch.empty(len(sequences), dtype=torch.float32)
-    lengths = [len(sequence) for sequence in sequences]
+    lengths, done = [len(sequence) for sequence in sequences], 0
     for batch in microbatches(lengths, max_tokens=max_tokens_per_microbatch)[0]:
         input_ids, last = pad_sequences([sequences[row] for row in batch.rows], device=device)
         picked = module(input_ids).gather(1, last.unsqueeze(1)).squeeze(1)
         scores_B[list(batch.rows)] = picked.cpu()
+        done += len(batch.rows)
+        on_progress(done, len(sequences))
     return scores_B

@@ -88,7 +88,12 @@ def _score_by_model(
         live[key] = model.to(open_device(job.compute))
     sequences = [[*rollout["prompt_ids"], *rollout["completion_ids"]] for rollout in rollouts]
     budget = job.parameters.max_tokens_per_microbatch
-    scores: list[float] = score_sequences(live[key], sequences, max_tokens_per_microbatch=budget).tolist()
+    scores: list[float] = score_sequences(
+        live[key],
+        sequences,
+        max_tokens_per_microbatch=budget,
+        on_progress=lambda done, total: context.progress(f"scoring by {source.name}", done, total),
+    ).tolist()
     _refuse_infinite({source.name: scores}, rollouts)
     if source.normalize:
         mean, std = _statistics(directory / "reward_model.json")

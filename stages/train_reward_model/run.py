@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def run(job: TrainRewardModel, context: Context) -> Metrics:
     directory = context.out / "reward_model"
     write_model(merged_state(model, state), like=model, tokenizer=policy, directory=directory)
     write_table(layout.shard(context.out, "metrics", 0), figures, schemas.METRICS)
-    exam = _examine(job, directory, train, held_out)
+    exam = _examine(job, directory, train, held_out, context, device=device)
     write_json(context.out / "reward_model.json", exam | {"head_sha256": head_digest(directory)})
     return exam
 
@@ -84,6 +85,7 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
         lengths = [_pair_tokens(row) for row in rows]
         limit = job.parameters.trainer.max_tokens_per_microbatch
         batches = microbatches(lengths, max_tokens=limit, world_size=context.world_size)[context.rank]
+        torch.manual_seed(seed_at(job.seed, job.STAGE, "step", step, context.rank))
         engine.step(batches, loss_of, rate=learning_rate(settings.optimizer, step=step, num_steps=num_steps))
         value = sum_over_ranks(total)[0]
         figures.append({"round_index": -1, "stage": job.STAGE, "step": step, "metric": "train_loss", "value": value})
@@ -110,14 +112,27 @@ def _pair_loss(engine: TrainingEngine, rows: list[Row], batch: Microbatch, *, ce
     return total
 
 
-def _examine(job: TrainRewardModel, directory: Any, train: list[Row], held_out: list[Row]) -> Metrics:
+def _examine(
+    job: TrainRewardModel,
+    directory: Path,
+    train: list[Row],
+    held_out: list[Row],
+    context: Context,
+    *,
+    device: torch.device,
+) -> Metrics:
     """Score the pairs with the model as it was written: accuracy, margin, calibration, mean and std."""
-    model = load_scalar_model(directory, dtype=job.parameters.model.dtype)
+    model = load_scalar_model(directory, dtype=job.parameters.model.dtype).to(device)
     limit = job.parameters.trainer.max_tokens_per_microbatch
 
     def scores(rows: list[Row], column: str) -> torch.Tensor:
         sequences = [row["prompt_ids"] + row[column] for row in rows]
-        return score_sequences(model, sequences, max_tokens_per_microbatch=limit)
+        return score_sequences(
+            model,
+            sequences,
+            max_tokens_per_microbatch=limit,
+            on_progress=lambda done, total: context.progress(f"scoring {column}", done, total),
+        )
 
     known = torch.cat([scores(train, "chosen_ids"), scores(train, "rejected_ids")])
     chosen = scores(held_out, "chosen_ids")

@@ -60,8 +60,8 @@ def run(job: TrainSft, context: Context) -> Metrics:
         merged = merged_state(model, state)
         export_policy(merged, like=model, tokenizer=data / "tokenizer", directory=context.out / "policy")
         write_table(layout.shard(context.out, "metrics", 0), figures, schemas.METRICS)
-    held_out = _held_out_loss(job, engine, data, context)
-    return {"parameters": num_parameters, "train_loss": figures[-1]["value"], "held_out_loss": held_out}
+    metrics = {"parameters": num_parameters, "train_loss": figures[-1]["value"]}
+    return metrics | _held_out_loss(job, engine, data, context)
 
 
 def step_rows(rows: list[Row], *, step: int, batch_size: int, seed: int, stage: str) -> list[Row]:
@@ -94,6 +94,7 @@ def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, co
             total[0] += loss.item()
             return loss
 
+        torch.manual_seed(seed_at(job.seed, job.STAGE, "step", step, context.rank))
         rate = learning_rate(sft.optimizer, step=step, num_steps=sft.steps)
         engine.step(batches, loss_of, rate=rate)
         value = sum_over_ranks(total)[0]
@@ -121,15 +122,17 @@ def _negative_logprobs(engine: TrainingEngine, rows: list[Row], microbatch: Micr
 
 
 @torch.no_grad()
-def _held_out_loss(job: TrainSft, engine: TrainingEngine, data: Path, context: Context) -> float:
-    """Mean -log p per completion token on the held-out demonstrations; nats."""
+def _held_out_loss(job: TrainSft, engine: TrainingEngine, data: Path, context: Context) -> Metrics:
+    """held_out_loss: mean -log p per completion token on the held-out demonstrations; nats. Nothing without any."""
     rows = read_rows(data, "demonstrations_held_out", schemas.DEMONSTRATIONS)
+    if not rows:
+        return {}
     engine.train(False)
     total = 0.0
     for microbatch in _microbatches(job, rows, context):
         total += _negative_logprobs(engine, rows, microbatch).item()
     num_tokens = sum(len(row["completion_ids"]) for row in rows)
-    return sum_over_ranks([total])[0] / num_tokens
+    return {"held_out_loss": sum_over_ranks([total])[0] / num_tokens}
 
 
 if __name__ == "__main__":

@@ -240,6 +240,11 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("heads that do not divide", ["model.base.heads=5"], ["model.base.from_scratch", "hidden / heads", "192 / 5"]),
     ("vocabulary below the bytes", ["model.base.vocabulary=100"], ["model.base.from_scratch.vocabulary", "260", "100"]),
     ("a base of no kind", ["model.base={path: somewhere}"], ["model.base", "kind"]),
+    (
+        "a schedule without an end",
+        ["algorithm.policy_optimizer.schedule=cosine"],
+        ["policy_optimizer", "expected constant", "cosine"],
+    ),
     ("unknown dtype", ["model.dtype=float16"], ["model.dtype", "'bfloat16'", "'float16'"]),
     (
         "fewer GPUs than ranks",
