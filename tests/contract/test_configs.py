@@ -242,7 +242,7 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("a base of no kind", ["model.base={path: somewhere}"], ["model.base", "kind"]),
     (
         "a schedule without an end",
-        ["algorithm.policy_optimizer.schedule=cosine"],
+        ["algorithm.policy_optimizer={learning_rate: 1.0e-5, schedule: cosine}"],
         ["policy_optimizer", "expected constant", "cosine"],
     ),
     ("unknown dtype", ["model.dtype=float16"], ["model.dtype", "'bfloat16'", "'float16'"]),
