@@ -100,25 +100,10 @@ def _optimize(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: Con
             minibatch = [rows[i] for i in sorted(order[index :: algorithm.num_minibatches])]
             steps.append(_Step(job, trainer, minibatch, context).make())
             trainer.optimizer_steps += 1
-            if len(steps) == 1:
-                _require_ratio_of_one(job, steps[0]["ratio"])
             context.progress("optimizer steps", len(steps), total)
     if trainer.optimizer_steps != first + total or not steps:
         raise GateError(f"made {trainer.optimizer_steps - first} optimizer steps; expected {total}, and at least one")
     return steps
-
-
-def _require_ratio_of_one(job: UpdatePolicy, ratio: float) -> None:
-    """Gate: before anything is updated, policy and old policy are the same. (Dropout makes them differ.)"""
-    model = job.parameters.settings.model
-    if model.lora is not None and model.lora.dropout > 0:
-        return
-    bound = 1e-3 if model.dtype == "float32" else 0.05
-    if abs(ratio - 1.0) > bound:
-        raise GateError(
-            f"mean ratio of the first optimizer step of the round is {ratio:.6f}; expected 1 within {bound:g}: "
-            "old_logprobs are not of the policy that is being trained"
-        )
 
 
 def _adapt_kl(trainer: Trainer, rows: list[Row]) -> None:
