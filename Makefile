@@ -31,7 +31,7 @@ help: ## list these verbs
 
 setup: $(OPS) ## virtual environment in .venv, pinned packages, DeepSpeed's communication kernel
 
-quickstart: setup ## the whole pipeline on a tiny model, about ten minutes
+quickstart: setup ## the whole pipeline on a tiny model, about five minutes
 	@$(BIN)/python -m flows.rlhf --config $(CONFIG)
 
 test: setup ## every test, the real engines included, and coverage of at least 85 %
