@@ -77,6 +77,7 @@ class SftConfig(Frozen):
     steps: int = Field(default=180, ge=1)
     batch_size: int = Field(default=64, ge=1, description="demonstrations per optimizer step")
     optimizer: Optimizer = Optimizer(learning_rate=1.5e-3, schedule="cosine", warmup_steps=10)
+    snapshot_every: int = Field(default=100, ge=1, description="optimizer steps: the most that a crash can cost")
 
 
 class RewardModelConfig(Frozen):
@@ -85,5 +86,6 @@ class RewardModelConfig(Frozen):
     epochs: int = Field(default=1, ge=1)
     batch_size: int = Field(default=64, ge=1, description="pairs per optimizer step")
     optimizer: Optimizer = Optimizer(learning_rate=3e-4, schedule="cosine", warmup_steps=5)
+    snapshot_every: int = Field(default=100, ge=1, description="optimizer steps: the most that a crash can cost")
     center_coef: float = Field(default=0.0, ge=0.0, description="weight of mean((chosen + rejected)^2)")
     lora: Lora | None = None

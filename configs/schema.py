@@ -28,6 +28,21 @@ class Rounds(Frozen):
     prompts_per_shard: int = Field(
         default=64, ge=1, description="prompts per rollout file: the most that a crash can cost"
     )
+    snapshot_every: int = Field(
+        default=1, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
+    )
+
+
+class Retention(Frozen):
+    """What of a run is kept on disk. All rollouts and what was computed from them are kept, always: they are the log
+    from which everything else can be made again.
+
+    snapshots: the newest full trainer states. policies: the newest policies, beside the best one and those that a
+    redo is checked against; None keeps all.
+    """
+
+    snapshots: int = Field(default=2, ge=1)
+    policies: int | None = Field(default=None, ge=1)
 
 
 class Evaluation(Frozen):
@@ -73,6 +88,7 @@ class RunConfig(Frozen):
     rounds: Rounds = Rounds()
     evaluation: Evaluation = Evaluation()
     resources: Resources = Resources()
+    retention: Retention = Retention()
     tracking: Tracking = Tracking()
 
     @property

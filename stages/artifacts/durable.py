@@ -1,12 +1,26 @@
-"""Writes that survive a crash: temporary name, fsync, rename, fsync of the directory. Knows no artifact."""
+"""Writes that survive a crash: temporary name, fsync, rename, fsync of the directory. Knows no artifact.
+
+Every change that this house makes to a store goes through here, one operation at a time.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+
+def _untold(operation: str, path: Path) -> None:
+    """Nobody is told."""
+
+
+before_operation: Callable[[str, Path], None] = _untold
+"""Told of each durable operation (write, fsync, rename, link, mkdir, unlink) just before it is made. The fault
+tests put their own here, to die before the n-th."""
 
 
 def canonical_json(value: Any) -> bytes:
@@ -27,6 +41,7 @@ def digest_file(path: Path) -> str:
 
 def sync_file(path: Path) -> None:
     """Flush a finished file's content to the disk."""
+    before_operation("fsync", path)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -39,16 +54,52 @@ def sync_directory(path: Path) -> None:
     sync_file(path)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it; one that is there stays as it is."""
+    if not path.is_dir():
+        before_operation("mkdir", path)
+        path.mkdir(parents=True, exist_ok=True)
+
+
+def replace(source: Path, target: Path) -> None:
+    """Put a finished file in its place, over an older one."""
+    before_operation("rename", target)
+    os.replace(source, target)
+    sync_directory(target.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Move a directory to a name that is free. Raises OSError if it is not."""
+    make_directory(target.parent)
+    before_operation("rename", target)
+    os.rename(source, target)
+    sync_directory(target.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """Give a finished file a second name."""
+    before_operation("link", target)
+    os.link(source, target)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory with all that is in it; nothing there is fine."""
+    before_operation("unlink", path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `path` whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
+    before_operation("write", path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+    sync_file(temporary)
+    replace(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:

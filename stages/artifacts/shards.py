@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.ipc
 
-from stages.artifacts.durable import digest_file, read_json, sync_directory, sync_file, write_json
+from stages.artifacts import durable
+from stages.artifacts.durable import digest_file, read_json, replace, sync_file, write_json
 from stages.artifacts.errors import InputError
 
 _ROWS_PER_BATCH = 4096
@@ -19,12 +19,12 @@ _ROWS_PER_BATCH = 4096
 def write_table(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -> None:
     """Write `rows` as one Arrow file of bounded record batches, whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
+    durable.before_operation("write", path)
     with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for start in range(0, len(rows), _ROWS_PER_BATCH):
             writer.write_batch(pa.RecordBatch.from_pylist(list(rows[start : start + _ROWS_PER_BATCH]), schema=schema))
     sync_file(temporary)
-    os.replace(temporary, path)
-    sync_directory(path.parent)
+    replace(temporary, path)
 
 
 def read_table(path: Path, schema: pa.Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
@@ -90,7 +90,7 @@ def adopt(path: Path, *, earlier: Sequence[Path]) -> bool:
         except ValueError:
             continue
         if sealed == {"sha256": digest_file(old), "bytes": old.stat().st_size}:
-            os.link(old, path)
+            durable.link(old, path)
             seal(path)
             return True
     return False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import time
 from functools import cache
@@ -14,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stages.artifacts import layout
-from stages.artifacts.durable import digest_file, read_json, sync_directory, sync_file, write_json
+from stages.artifacts.durable import (
+    digest_file,
+    make_directory,
+    read_json,
+    remove,
+    rename,
+    sync_directory,
+    sync_file,
+    write_json,
+)
 from stages.artifacts.errors import DamagedArtifact
 
 if TYPE_CHECKING:
@@ -68,10 +75,10 @@ class Manifest(BaseModel):
 def new_attempt(job: Job) -> Path:
     """A fresh, empty directory for one try at `job`, in the store's own file system."""
     parent = layout.attempts(job.store, job.STAGE, job.fingerprint)
-    parent.mkdir(parents=True, exist_ok=True)
+    make_directory(parent)
     number = max((int(p.name) for p in parent.iterdir() if p.name.isdigit()), default=0) + 1
     path = parent / f"{number:04d}"
-    path.mkdir()
+    make_directory(path)
     return path
 
 
@@ -116,11 +123,9 @@ def commit(job: Job, attempt: Path, *, metrics: dict[str, float], wall_seconds: 
     """
     manifest = write_manifest(job, attempt, metrics=metrics, wall_seconds=wall_seconds)
     target = job.ref.path(job.store)
-    target.parent.mkdir(parents=True, exist_ok=True)
     if not target.exists():
-        os.rename(attempt, target)
-        sync_directory(target.parent)
-    shutil.rmtree(layout.attempts(job.store, job.STAGE, job.fingerprint), ignore_errors=True)
+        rename(attempt, target)
+    remove(layout.attempts(job.store, job.STAGE, job.fingerprint))
     return manifest
 
 
@@ -178,10 +183,8 @@ def open_artifact(store: Path, ref: ArtifactRef) -> Path:
 def move_to_quarantine(store: Path, ref: ArtifactRef) -> Path:
     """Move a damaged artifact out of the way, never deleting it. Returns where it is now."""
     target = layout.quarantine(store, ref.stage, f"{ref.fingerprint}-{time.time_ns()}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     if ref.path(store).exists():
-        os.rename(ref.path(store), target)
-        sync_directory(target.parent)
+        rename(ref.path(store), target)
     return target
 
 

@@ -35,6 +35,8 @@ class TrainRewardModel(Job):
 
     STAGE: ClassVar[str] = "train_reward_model"
     VERSION: ClassVar[int] = 1
-    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.trainer.gpus"})
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset(
+        {"parameters.trainer.gpus", "parameters.reward_model.snapshot_every"}
+    )
     inputs: Inputs
     parameters: Parameters

@@ -31,6 +31,6 @@ class TrainSft(Job):
 
     STAGE: ClassVar[str] = "train_sft"
     VERSION: ClassVar[int] = 1
-    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.trainer.gpus"})
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.trainer.gpus", "parameters.sft.snapshot_every"})
     inputs: Inputs
     parameters: Parameters
