@@ -10,6 +10,7 @@ from configs.schema import RunConfig
 from configs.sources import PolicySamplesSource
 from stages.artifacts import layout
 from stages.artifacts.errors import InputError
+from stages.artifacts.signing import require_key_of
 from stages.prepare_datasets.digests import source_digests
 from stages.rewards.code import code_digest
 from stages.rewards.options import validate_options
@@ -33,6 +34,7 @@ def check_store(config: RunConfig) -> None:
         raise InputError(f"store {store}: expected a directory that can be written, found: {error.strerror}") from None
     if not os.access(store, os.W_OK | os.X_OK):
         raise InputError(f"store {store}: expected a directory that can be written; it is not writable")
+    require_key_of(store)
 
 
 def _check_source(source: RewardSource) -> None:

@@ -22,6 +22,7 @@ from configs.rewards import RewardModelSource
 from flows.round import RoundResult
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json, write_bytes, write_json
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import read_rows, write_table
 from tasks.run import Outcome, Run
 from tasks.tracking import Tracker
@@ -40,7 +41,7 @@ class Report:
         self.run = run
         self.rows: list[Row] = []
         self.evaluations: list[tuple[int, Outcome]] = []
-        self.states: dict[int, Path] = {}
+        self.states: dict[int, ArtifactRef] = {}
         self._progress: Any = None
         self._tracker = Tracker(run)
 
@@ -54,7 +55,7 @@ class Report:
         """A finished round."""
         if evaluation is not None:
             self.evaluations.append((result.round_index, evaluation))
-        self.states[result.round_index] = result.update.path
+        self.states[result.round_index] = result.update.ref
         self._show(round_row(result.round_index, result, evaluation, self.run))
         if not self.run.replay:
             self._write_metrics()
@@ -79,6 +80,10 @@ class Report:
         name = f"{self.run.config.evaluation.metric}_mean"
         return max(self.evaluations, key=lambda e: (e[1].metrics[name], -e[0]), default=None)
 
+    def policy_of(self, round_index: int) -> Path:
+        """The directory of the policy after a round."""
+        return self.states[round_index].path(self.run.store) / "policy"
+
     def summary(self) -> Row:
         """The run's figures as one JSON document."""
         best = self.best()
@@ -86,8 +91,8 @@ class Report:
             "run": self.run.name,
             "rounds": self.rows,
             "best_round": best[0] if best else None,
-            "final_policy": str(self.states[max(self.states)] / "policy") if self.states else None,
-            "final_policy_sha256": policy_digest(self.states[max(self.states)]) if self.states else None,
+            "final_policy": str(self.policy_of(max(self.states))) if self.states else None,
+            "final_policy_sha256": policy_digest(self.policy_of(max(self.states))) if self.states else None,
         }
 
     def _show(self, row: Row) -> None:
@@ -115,7 +120,7 @@ class Report:
                 continue
             link, temporary = self.run.directory / name, self.run.directory / f".{name}.tmp"
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(self.states[index] / "policy")
+            temporary.symlink_to(self.policy_of(index))
             os.replace(temporary, link)
 
     def _try(self, what: str, publish: Callable[[], None]) -> None:
@@ -221,10 +226,10 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
     lines += [f"policy after SFT: {policy.path / 'policy'}", f"everything of this run: {run.directory}"]
     if report.states:
         last = max(report.states)
-        lines.append(f"last policy: {run.directory / 'last'} -> {report.states[last] / 'policy'}")
+        lines.append(f"last policy: {run.directory / 'last'} -> {report.policy_of(last)}")
         if best is not None and best[0] in report.states:
-            lines.append(f"best policy: {run.directory / 'best'} -> {report.states[best[0]] / 'policy'}")
-        lines.append(f"last policy's sha256: {policy_digest(report.states[last])}")
+            lines.append(f"best policy: {run.directory / 'best'} -> {report.policy_of(best[0])}")
+        lines.append(f"last policy's sha256: {policy_digest(report.policy_of(last))}")
     return lines + _what_to_type_next()
 
 
@@ -260,9 +265,9 @@ def _before_and_after(report: Report, best: int) -> list[str]:
     return lines
 
 
-def policy_digest(artifact: Path) -> str:
+def policy_digest(policy: Path) -> str:
     """sha256 of an update's policy weights, from its manifest (of the first file, where they are in several)."""
-    files = read_json(artifact / layout.MANIFEST)["files"]
+    files = read_json(policy.parent / layout.MANIFEST)["files"]
     name = next(name for name in sorted(files) if name.startswith("policy/") and name.endswith(".safetensors"))
     return str(files[name]["sha256"])
 

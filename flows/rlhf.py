@@ -27,8 +27,8 @@ from flows.preflight import check_store, preflight
 from flows.report import Report
 from flows.server import prefect_server
 from stages.artifacts import layout, store
-from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact
+from stages.artifacts.reference import ArtifactRef
 from tasks.display import Console, Lines, hide_expected_tracebacks
 from tasks.run import NotDone, Run
 
@@ -53,6 +53,7 @@ def rlhf(
     until: Until = "policy",
     rounds: Annotated[int | None, Field(ge=1, description="how many rounds, instead of the configuration's")] = None,
     seed: Annotated[int | None, Field(ge=0, lt=2**31, description="instead of the configuration's")] = None,
+    take_over: Annotated[bool, Field(description="from an owner that is stopped or out of reach")] = False,
 ) -> None:
     """Demonstrations -> SFT -> reward model -> critic -> rounds of generation and optimisation.
 
@@ -62,7 +63,7 @@ def rlhf(
     hide_expected_tracebacks()
     resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
     try:
-        run_pipeline(resolved, until=until, print_lines=_from_command_line)
+        run_pipeline(resolved, until=until, print_lines=_from_command_line, take_over=take_over)
     except RatchetError:
         again = f"prefect flow-run retry {flow_run.id}"
         get_run_logger().info(f"what was finished is kept; once the cause is gone, this goes on: {again}")
@@ -80,12 +81,15 @@ def resolve(config: str, *, overrides: dict[str, Any] | None, rounds: int | None
     return load_config(config, overrides=pairs)
 
 
-def run_pipeline(config: RunConfig, *, until: Until, print_lines: bool) -> Report:
-    """Run what is not done yet. A damaged artifact is put aside and made again."""
+def run_pipeline(config: RunConfig, *, until: Until, print_lines: bool, take_over: bool = False) -> Report:
+    """Run what is not done yet. A damaged artifact is put aside and made again, a released one made again."""
     preflight(config)
-    with Run(config, display=Console(print_lines=print_lines)) as run:
+    with Run(config, display=Console(print_lines=print_lines), take_over=take_over) as run:
         run.display.say(f"run {run.name}: {run.directory}")
-        for _ in range(_REBUILDS):
+        if run.lease.fenced is not None:
+            run.display.say(f"taken over from {run.lease.fenced}: it can commit nothing any more")
+        rebuilds = 0
+        while rebuilds < _REBUILDS:
             try:
                 return pipeline(run, until=until)
             except DamagedArtifact as damaged:
@@ -93,6 +97,7 @@ def run_pipeline(config: RunConfig, *, until: Until, print_lines: bool) -> Repor
                 kept = store.move_to_quarantine(run.store, ref)
                 run.display.say(f"{damaged}; moved to {kept}; making it again")
                 run.outcomes.clear()
+                rebuilds += not isinstance(damaged, ReleasedArtifact)
     raise RatchetError(f"{_REBUILDS} damaged artifacts in one run; the disk under {run.store} is not to be trusted")
 
 
@@ -127,6 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", choices=["sft", "reward_model", "policy"], default="policy", help="where to stop")
     parser.add_argument("--rounds", type=int, help="how many rounds, instead of the configuration's")
     parser.add_argument("--seed", type=int, help="instead of the configuration's")
+    parser.add_argument(
+        "--take-over", action="store_true", help="take the run from an owner that is stopped or out of reach"
+    )
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
@@ -167,7 +175,14 @@ def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
     pairs = dict(text.partition("=")[::2] for text in asked.overrides)
     directory = Run(config, display=Lines(), replay=True).directory
     with prefect_server(log=layout.run_log(directory, "prefect")):
-        rlhf(config=asked.config, overrides=pairs, until=asked.until, rounds=asked.rounds, seed=asked.seed)
+        rlhf(
+            config=asked.config,
+            overrides=pairs,
+            until=asked.until,
+            rounds=asked.rounds,
+            seed=asked.seed,
+            take_over=asked.take_over,
+        )
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> NoReturn:

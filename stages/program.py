@@ -24,6 +24,7 @@ from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import write_manifest
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
 from stages.workers import PoolSpec, WorkerPool
@@ -152,15 +153,15 @@ def _by_hand(stage: str, path: Path, out: Path | None) -> int:
     if out is not None and out.exists() and any(out.iterdir()):
         raise InputError(f"--out {out}: expected a new or empty directory")
     if out is None:
-        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}"):
+        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}") as lease:
             attempt = store.new_attempt(job)
             metrics, seconds = _run_in_workers(job, path, attempt)
-            store.commit(job, attempt, metrics=metrics, wall_seconds=seconds)
+            store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease])
         print(f"{job.ref} done in {seconds:.1f} s: {job.ref.path(job.store)}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     metrics, seconds = _run_in_workers(job, path, out)
-    made = store.write_manifest(job, out, metrics=metrics, wall_seconds=seconds)
+    made = write_manifest(job, out, metrics=metrics, wall_seconds=seconds)
     print(f"{job.ref} run again in {seconds:.1f} s: {out / layout.MANIFEST}")
     if done is None:
         return 0

@@ -18,7 +18,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, TransientError
+from stages.artifacts.errors import (
+    DamagedArtifact,
+    GateError,
+    InputError,
+    RatchetError,
+    ReleasedArtifact,
+    TransientError,
+)
 from stages.job import Job
 from stages.process import ChildProcess
 
@@ -252,9 +259,9 @@ class _Worker:
 def _error(message: dict[str, Any], worker: _Worker) -> RatchetError:
     """The error that a stage reported, as the class it was raised with."""
     kind, text = message["error"], message["message"]
-    if kind == "damaged":
+    if kind in ("damaged", "released"):
         stage, fingerprint = message["artifact"]
-        return DamagedArtifact(text, stage=stage, fingerprint=fingerprint)
+        return (DamagedArtifact if kind == "damaged" else ReleasedArtifact)(text, stage=stage, fingerprint=fingerprint)
     if kind in _ERRORS:
         return _ERRORS[kind](text)
     return RatchetError(f"{text}; log: {worker.log}")

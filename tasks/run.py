@@ -12,7 +12,7 @@ from configs.schema import RunConfig
 from stages.artifacts import layout
 from stages.artifacts.durable import canonical_json, digest_bytes, write_json
 from stages.artifacts.lease import Lease
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
 from stages.workers import PoolSpec, WorkerPool
 
@@ -49,10 +49,11 @@ class Outcome:
 class Run:
     """An open run. As a context it holds the run directory's lease and ends its workers on the way out.
 
-    replay: only look things up; meeting anything unfinished raises NotDone.
+    replay: only look things up; meeting anything unfinished raises NotDone. take_over: take the run from an owner
+    that holds it still, and so is stopped or out of reach.
     """
 
-    def __init__(self, config: RunConfig, *, display: Display, replay: bool = False) -> None:
+    def __init__(self, config: RunConfig, *, display: Display, replay: bool = False, take_over: bool = False) -> None:
         self.config = config
         self.display = display
         self.replay = replay
@@ -63,11 +64,11 @@ class Run:
         self.outcomes: list[Outcome] = []
         self.started = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}
-        self._lease = Lease(self.directory / "lease", what=f"run {self.name}")
+        self.lease = Lease(self.directory / "lease", what=f"run {self.name}", take_over=take_over)
 
     def __enter__(self) -> Run:
         if not self.replay:
-            self._lease.__enter__()
+            self.lease.__enter__()
             write_json(self.directory / "config.json", self.config.model_dump(mode="json"))
         return self
 
@@ -76,7 +77,7 @@ class Run:
     ) -> None:
         for pool in self._pools.values():
             pool.close() if kind is None else pool.kill()
-        self._lease.__exit__(kind, error, trace)
+        self.lease.__exit__(kind, error, trace)
 
     def pool(self, spec: PoolSpec) -> WorkerPool:
         """The resident workers of this kind; made, but not started, on the first call."""

@@ -36,6 +36,12 @@ class DamagedArtifact(RatchetError):
         self.fingerprint = fingerprint
 
 
+class ReleasedArtifact(DamagedArtifact):
+    """A committed artifact whose files were deleted by the retention rule; the rollouts give it back."""
+
+    kind = "released"
+
+
 class LeaseHeld(RatchetError):
     """Somebody else is at work on the same run or artifact."""
 

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from configs.base import Frozen
 from configs.rewards import RewardSource
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 
 

@@ -52,7 +52,14 @@ def test_parameters_fit_the_signature(name: str) -> None:
 def test_the_flow_takes_what_the_readme_says() -> None:
     from flows.rlhf import rlhf
 
-    assert list(inspect.signature(rlhf.fn).parameters) == ["config", "overrides", "until", "rounds", "seed"]
+    assert list(inspect.signature(rlhf.fn).parameters) == [
+        "config",
+        "overrides",
+        "until",
+        "rounds",
+        "seed",
+        "take_over",
+    ]
 
 
 @pytest.mark.parametrize(

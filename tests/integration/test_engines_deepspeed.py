@@ -6,6 +6,7 @@ by about 1e-7, which Adam can magnify where a gradient is near zero: 2e-6 is a h
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from configs.models import Lora
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts import layout, store
+from stages.artifacts.errors import GateError
+from stages.artifacts.manifest import Manifest
+from stages.artifacts.reference import ArtifactRef
+from stages.snapshot_trainer.job import SnapshotTrainer
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
 from tests.integration.stores import GRPO, PPO, House, hashes, settings
 
@@ -53,8 +58,9 @@ def two_updates(house: House, chosen: UpdateSettings, state: TrainerState) -> Up
     if chosen.algorithm.name == "grpo":
         state = TrainerState(policy=state.policy)
     first = house.update(chosen, state, **house.written_round(version=state.policy.fingerprint))
-    critic = house.make(first) if state.critic is not None else None
-    after = TrainerState(policy=house.make(first), critic=critic)
+    house.make(first)
+    house.make(SnapshotTrainer.after(first))
+    after = TrainerState(policy=first.ref, critic=first.ref if state.critic is not None else None)
     round_1 = house.written_round(version=first.fingerprint, seed=1)
     return Updates(first, house.update(chosen, after, **round_1, round_index=1))
 
@@ -67,7 +73,13 @@ def updates(house: House, fresh_models: dict[bool, TrainerState]) -> dict[str, U
         tied = chosen.model.base.tied_embeddings  # type: ignore[union-attr]
         made[name] = two_updates(house, chosen, fresh_models[tied])
         house.make(made[name].second)
+        house.make(SnapshotTrainer.after(made[name].second))
     return made
+
+
+def holder(job: UpdatePolicy, part: str) -> ArtifactRef:
+    """What holds a model after an update: a critic is part of the snapshot."""
+    return job.ref if part == "policy" else SnapshotTrainer.after(job).ref
 
 
 def weights(house: House, ref: ArtifactRef, part: str = "policy") -> dict[str, torch.Tensor]:
@@ -86,7 +98,7 @@ def test_the_same_step_for_any_ranks_and_zero_stage(house: House, updates: dict[
     start = weights(house, found.first.inputs.state.policy)
     for expected, made in ((reference.first, found.first), (reference.second, found.second)):
         for part in ("policy", "critic"):
-            ours, theirs = weights(house, made.ref, part), weights(house, expected.ref, part)
+            ours, theirs = weights(house, holder(made, part), part), weights(house, holder(expected, part), part)
             assert largest_difference(ours, theirs) < SAME_STEP, (name, part)
         ours_said, theirs_said = house.manifest(made.ref).metrics, house.manifest(expected.ref).metrics
         for metric in ("policy_loss", "policy_grad_norm", "critic_grad_norm", "value_loss", "entropy", "kl_to_old"):
@@ -102,25 +114,90 @@ def test_the_same_step_for_small_and_large_microbatches(
     """16 tokens: a row each, so with 2 ranks and 5 or 6 rows one rank also gets a filler."""
     state, rounds = fresh_models[False], house.written_round(version=fresh_models[False].policy.fingerprint)
     small = settings(PPO, tied=False, ranks=ranks, zero_stage=1, max_tokens_per_microbatch=16)
-    made = house.make(house.update(small, state, **rounds))
+    made = house.update(small, state, **rounds)
+    house.make(made)
+    house.make(SnapshotTrainer.after(made))
     for part in ("policy", "critic"):
-        expected = weights(house, updates["1 ranks, ZeRO 1"].first.ref, part)
-        assert largest_difference(weights(house, made, part), expected) < SAME_STEP
+        expected = weights(house, holder(updates["1 ranks, ZeRO 1"].first, part), part)
+        assert largest_difference(weights(house, holder(made, part), part), expected) < SAME_STEP
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fresh_process_makes_the_same_bits_from_the_saved_state(
     house: House, updates: dict[str, Updates], ranks: int
 ) -> None:
-    """Weights, optimizer moments, counters: every file of the second update, for every ZeRO stage."""
+    """From the first update's snapshot: policy, moments, counters after the second, for every ZeRO stage."""
     different: list[str] = []
     with house.pools.fresh("trainer", ranks=ranks) as pool:
         for name, chosen in CASES.items():
             if chosen.trainer.ranks == ranks:
-                job = updates[name].second
-                again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
-                different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
+                for job in (updates[name].second, SnapshotTrainer.after(updates[name].second)):
+                    again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
+                    different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
     assert different == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_snapshot_the_rollouts_lead_to_the_same_bits(
+    house: House, updates: dict[str, Updates], ranks: int
+) -> None:
+    """Redo: the second snapshot is made again from the fresh models and two rounds of files, nothing else."""
+    different: list[str] = []
+    with house.pools.fresh("trainer", ranks=ranks) as pool:
+        for name, chosen in CASES.items():
+            if chosen.trainer.ranks != ranks:
+                continue
+            first, last = (SnapshotTrainer.after(job) for job in (updates[name].first, updates[name].second))
+            committed = hashes(last.ref.path(house.store))
+            away = first.ref.path(house.store).rename(house.store / "away")
+            try:
+                again = house.again(last, pool=pool)
+            finally:
+                away.rename(first.ref.path(house.store))
+            different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
+    assert different == []
+
+
+def test_a_redo_that_leads_elsewhere_stops_the_run(house: House, updates: dict[str, Updates]) -> None:
+    """The committed policy is replaced by another one, properly signed: what redo checks is the policy itself."""
+    job = updates["1 ranks, ZeRO 1"].first
+    path = job.ref.path(house.store) / layout.MANIFEST
+    kept = path.read_bytes()
+    document = json.loads(kept)
+    document["files"]["policy/model.safetensors"]["sha256"] = "0" * 64
+    path.write_text(json.dumps(Manifest.model_validate(document).signed().model_dump(mode="json")))
+    away = SnapshotTrainer.after(job).ref.path(house.store).rename(house.store / "away")
+    try:
+        with house.pools.fresh("trainer") as pool, pytest.raises(GateError) as caught:
+            house.again(SnapshotTrainer.after(updates["1 ranks, ZeRO 1"].second), pool=pool)
+    finally:
+        path.write_bytes(kept)
+        away.rename(SnapshotTrainer.after(job).ref.path(house.store))
+    assert f"redo of {job.ref} (round 0) gave another policy/model.safetensors" in str(caught.value)
+
+
+def test_sft_resumes_inside_the_stage_to_the_same_bits(house: House, tmp_path: Path) -> None:
+    """Killed after step 20 of 30 with a snapshot each 8 steps: the next attempt begins at step 16."""
+    job = house.sft(steps=30, batch_size=8, snapshot_every=8)
+    store_job = job.model_copy(update={"seed": 18})
+
+    class Killed(Exception):
+        pass
+
+    def kill(what: str, done: int, total: int) -> None:
+        if what == "optimizer steps" and done >= 20:
+            raise Killed
+
+    seen: list[str] = []
+    attempt = store.new_attempt(store_job)
+    with house.pools.fresh("trainer") as pool, pytest.raises(Killed):
+        house.run(store_job, attempt, pool=pool, progress=kill)
+    again = store.new_attempt(store_job)
+    with house.pools.fresh("trainer") as pool:
+        house.run(store_job, again, pool=pool, progress=lambda what, done, _: seen.append(f"{what} {done}"))
+        undisturbed = house.again(store_job, pool=pool)
+    assert seen[0] == "resuming from a snapshot at step 16" or "resuming from a snapshot at step 24" in seen[0]
+    assert hashes(again) == undisturbed
 
 
 def test_sft_on_two_ranks_is_sft_on_one(house: House) -> None:

@@ -18,7 +18,7 @@ from configs.models import FromScratch, Lora, ModelConfig, Pretrained, RewardMod
 from configs.resources import GeneratorResources, TrainerResources
 from configs.rewards import FunctionSource, RewardModelSource, VerifierSource
 from configs.sources import DataConfig, FileSource, PolicySamplesSource, SortDigitsSource
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.compute_logprobs import job as compute_logprobs
 from stages.estimate_advantages import job as estimate_advantages
 from stages.evaluate_policy import job as evaluate_policy
@@ -28,6 +28,7 @@ from stages.job import Compute, Job
 from stages.label_preferences import job as label_preferences
 from stages.prepare_datasets import job as prepare_datasets
 from stages.score_rollouts import job as score_rollouts
+from stages.snapshot_trainer import job as snapshot_trainer
 from stages.train_reward_model import job as train_reward_model
 from stages.train_sft import job as train_sft
 from stages.update_policy import job as update_policy
@@ -126,6 +127,11 @@ def examples() -> Iterator[Job]:
             **common,
             inputs=update_policy.Inputs(rollouts=REF, logprobs=REF, advantages=REF, state=STATE),
             parameters=update_policy.Parameters(round_index=1, temperature=1.0, settings=settings),
+        )
+        yield snapshot_trainer.SnapshotTrainer(
+            **common,
+            inputs=snapshot_trainer.Inputs(state=STATE),
+            parameters=snapshot_trainer.Parameters(settings=settings),
         )
 
 

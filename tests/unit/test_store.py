@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from stages.artifacts import layout, store
+from stages.artifacts import durable, layout, store
 from stages.artifacts.errors import DamagedArtifact, LeaseHeld
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import Manifest
 from stages.artifacts.shards import adopt, seal
 from stages.job import Job
 
@@ -57,23 +58,20 @@ def test_the_manifest_says_what_is_there_and_how_it_was_made(job: Toy) -> None:
 def test_the_manifest_is_written_last_then_renamed(job: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order that makes a crash harmless: every file flushed, manifest, one rename, the parent flushed."""
     calls: list[str] = []
-
-    def noted(module: Any, name: str, what: Any) -> None:
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, **k: (calls.append(what(*a)), original(*a, **k))[1])
-
-    noted(store, "sync_file", lambda path: f"sync {path.name}")
-    noted(store, "sync_directory", lambda path: f"sync {path.name}/")
-    noted(store, "write_json", lambda path, value: f"write {path.name}")
-    noted(store.os, "rename", lambda source, target: f"rename {source.name} to {target.parent.name}/{len(target.name)}")
+    monkeypatch.setattr(durable, "before_operation", lambda what, path: calls.append(f"{what} {path.name[-20:]}"))
     committed(job)
-    assert calls == [
-        "sync weights",
-        "sync rows",
-        "sync deep/",
+    name = job.fingerprint[-20:]
+    assert [call for call in calls if not call.startswith("mkdir")] == [
+        "fsync weights",
+        "fsync rows",
+        "fsync deep",
         "write manifest.json",
-        "rename 0001 to toy/32",
-        "sync toy/",
+        f"fsync {f'.manifest.json.{os.getpid()}.tmp'[-20:]}",
+        "rename manifest.json",
+        "fsync 0001",
+        f"rename {name}",
+        "fsync toy",
+        f"unlink {name}",
     ]
 
 
@@ -82,7 +80,7 @@ def test_a_crash_before_the_rename_leaves_nothing_committed(job: Toy, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store.os, "rename", crash)
+        patch.setattr(store, "rename", crash)
         committed(job)
     assert store.verify(job.store, job.ref) is None
     assert [p.name for p in layout.attempts(job.store, "toy", job.fingerprint).iterdir()] == ["0001"]
@@ -128,13 +126,16 @@ DAMAGE = {
     "expected a manifest, found none": lambda path: (path / layout.MANIFEST).unlink(),
     "expected a manifest, found Expecting value": lambda path: (path / layout.MANIFEST).write_bytes(b""),
     "expected a manifest, found 1 validation error": lambda path: edit(path, metrics="none"),
-    "expected the manifest of toy/": lambda path: edit(path, fingerprint="0" * 32),
+    "expected the manifest of toy/": lambda path: edit(path, resign=True, fingerprint="0" * 32),
+    "the signature does not match": lambda path: edit(path, metrics={"loss": 0.4}),
 }
 
 
-def edit(path: Path, **fields: Any) -> None:
-    document = json.loads((path / layout.MANIFEST).read_text())
-    (path / layout.MANIFEST).write_text(json.dumps(document | fields))
+def edit(path: Path, *, resign: bool = False, **fields: Any) -> None:
+    document = json.loads((path / layout.MANIFEST).read_text()) | fields
+    if resign:
+        document = Manifest.model_validate(document).signed().model_dump(mode="json")
+    (path / layout.MANIFEST).write_text(json.dumps(document))
 
 
 @pytest.mark.parametrize("message", DAMAGE)
@@ -225,8 +226,8 @@ def test_a_held_lease_names_its_owner(tmp_path: Path) -> None:
         with pytest.raises(LeaseHeld) as caught, Lease(tmp_path / "lock", what="artifact toy/1"):
             pass
         message = str(caught.value)
-        assert message.startswith("artifact toy/1 is held by ") and f'"pid": {os.getpid()}' in message
-        assert '"host"' in message and '"since"' in message and caught.value.exit_code == 5
+        assert message.startswith("artifact toy/1 is held by ") and f"pid {os.getpid()} on " in message
+        assert " since 20" in message and caught.value.exit_code == 5
     with Lease(tmp_path / "lock", what="artifact toy/1"):
         pass
 
@@ -235,6 +236,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import Manifest
 with Lease(Path(sys.argv[1]), what="it"):
     print("held", flush=True)
     time.sleep(60)
@@ -252,7 +254,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_lease_of_a_dead_owner_is_free_at_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(LeaseHeld, match=f'"pid": {holder.pid}'), Lease(tmp_path / "lock", what="it"):
+    with pytest.raises(LeaseHeld, match=f"pid {holder.pid} on "), Lease(tmp_path / "lock", what="it"):
         pass
     holder.kill()
     holder.wait()
