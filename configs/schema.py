@@ -29,7 +29,7 @@ class Rounds(Frozen):
         default=64, ge=1, description="prompts per rollout file: the most that a crash can cost"
     )
     snapshot_every: int = Field(
-        default=1, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
+        default=5, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
     )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from stages.artifacts import layout, store
 from stages.artifacts.errors import GateError
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
+from stages.job import Job
 from stages.snapshot_trainer.job import SnapshotTrainer
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
 from tests.integration.stores import GRPO, PPO, House, hashes, settings
@@ -75,6 +78,18 @@ def updates(house: House, fresh_models: dict[bool, TrainerState]) -> dict[str, U
         house.make(made[name].second)
         house.make(SnapshotTrainer.after(made[name].second))
     return made
+
+
+@contextmanager
+def without(house: House, jobs: Sequence[Job]) -> Iterator[None]:
+    """Have some artifacts not be there for a while."""
+    paths = [job.ref.path(house.store) for job in jobs]
+    away = [path.rename(house.store / f"away-{index}") for index, path in enumerate(paths)]
+    try:
+        yield
+    finally:
+        for here, there in zip(away, paths, strict=True):
+            here.rename(there)
 
 
 def holder(job: UpdatePolicy, part: str) -> ArtifactRef:
@@ -147,13 +162,10 @@ def test_without_a_snapshot_the_rollouts_lead_to_the_same_bits(
         for name, chosen in CASES.items():
             if chosen.trainer.ranks != ranks:
                 continue
-            first, last = (SnapshotTrainer.after(job) for job in (updates[name].first, updates[name].second))
-            committed = hashes(last.ref.path(house.store))
-            away = first.ref.path(house.store).rename(house.store / "away")
-            try:
-                again = house.again(last, pool=pool)
-            finally:
-                away.rename(first.ref.path(house.store))
+            snapshots = [SnapshotTrainer.after(job) for job in (updates[name].first, updates[name].second)]
+            committed = hashes(snapshots[1].ref.path(house.store))
+            with without(house, snapshots):
+                again = house.again(snapshots[1], pool=pool)
             different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
     assert different == []
 
@@ -166,13 +178,12 @@ def test_a_redo_that_leads_elsewhere_stops_the_run(house: House, updates: dict[s
     document = json.loads(kept)
     document["files"]["policy/model.safetensors"]["sha256"] = "0" * 64
     path.write_text(json.dumps(Manifest.model_validate(document).signed().model_dump(mode="json")))
-    away = SnapshotTrainer.after(job).ref.path(house.store).rename(house.store / "away")
-    try:
-        with house.pools.fresh("trainer") as pool, pytest.raises(GateError) as caught:
-            house.again(SnapshotTrainer.after(updates["1 ranks, ZeRO 1"].second), pool=pool)
-    finally:
-        path.write_bytes(kept)
-        away.rename(SnapshotTrainer.after(job).ref.path(house.store))
+    snapshots = [SnapshotTrainer.after(made) for made in (job, updates["1 ranks, ZeRO 1"].second)]
+    with without(house, snapshots), house.pools.fresh("trainer") as pool, pytest.raises(GateError) as caught:
+        try:
+            house.again(snapshots[1], pool=pool)
+        finally:
+            path.write_bytes(kept)
     assert f"redo of {job.ref} (round 0) gave another policy/model.safetensors" in str(caught.value)
 
 
