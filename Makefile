@@ -11,7 +11,7 @@ CONFIG       ?= configs/quickstart.yaml
 BIN       := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(notdir $(basename $(REQUIREMENTS)))
 OPS       := $(VENV)/.ops-$(notdir $(basename $(REQUIREMENTS)))
-PACKAGES  := flows tasks stages configs
+PACKAGES  := console flows tasks stages configs
 
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("flows", "tasks", "stages", "configs")
+PACKAGES = ("console", "flows", "tasks", "stages", "configs")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 EVERY_FILE = sorted({*MODULES, *(p for folder in ("tests", "bench", "docs") for p in (ROOT / folder).rglob("*.py"))})
 HEAVY = ("torch", "vllm", "deepspeed", "transformers")
