@@ -76,6 +76,7 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
         with Lease(lock, what=f"artifact {job.ref}", take_over_from=run.lease.fenced) as lease:
             manifest = store.verify(job.store, job.ref) or _make(run, job, label=label, lease=lease)
         run.display.settled(label)
+        run.announce_workers()
     elif not run.replay:
         store.clear_attempts(job)
     outcome = Outcome(

@@ -64,6 +64,7 @@ class Run:
         self.outcomes: list[Outcome] = []
         self.started = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}
+        self._announced: dict[PoolSpec, float] = {}
         self.lease = Lease(self.directory / "lease", what=f"run {self.name}", take_over=take_over)
 
     def __enter__(self) -> Run:
@@ -85,6 +86,13 @@ class Run:
             logs, stall = self.directory / "logs", self.config.resources.stall_seconds
             self._pools[spec] = WorkerPool(spec, logs=logs, stall_seconds=stall)
         return self._pools[spec]
+
+    def announce_workers(self) -> None:
+        """Say of workers that were started since how long that took: a restart costs it, a resident worker does not."""
+        for spec, pool in self._pools.items():
+            if pool.start_seconds > 0.0 and self._announced.get(spec) != pool.start_seconds:
+                self._announced[spec] = pool.start_seconds
+                self.display.say(f"{spec.kind} ready after {pool.start_seconds:.1f} s")
 
     def release_trainer(self) -> None:
         """End the trainer on GPUs after a training stage: DeepSpeed does not free an engine in a live process."""
