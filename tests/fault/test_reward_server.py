@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from configs.rewards import HttpSource, VerifierSource
-from stages.artifacts import layout
+from stages.artifacts import durable, layout
 from stages.artifacts.errors import SourceUnavailable
 from stages.artifacts.schemas import REWARDS
 from stages.artifacts.shards import read_rows
@@ -118,6 +118,52 @@ def test_after_a_pause_only_what_was_not_answered_is_asked(tmp_path: Path) -> No
         again = job(tmp_path, server.url, seed=1)
         assert (run_stage(run, again)[0] / NAME).read_bytes() == (directory / NAME).read_bytes()
     assert not layout.attempts(tmp_path, scoring.STAGE, scoring.fingerprint).exists()
+
+
+class Died(BaseException):
+    """Stands for kill -9: nobody catches it."""
+
+
+def test_death_before_any_durable_operation_costs_one_batch_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, operations = time.monotonic(), [0]
+    batches = PROMPTS * GROUP // BATCH
+
+    def die_at(number: int) -> None:
+        def count(operation: str, path: Path) -> None:
+            operations[0] += 1
+            if operations[0] == number:
+                raise Died
+
+        operations[0] = 0
+        monkeypatch.setattr(durable, "before_operation", count)
+
+    with FaultyServer() as server:
+        scoring = job(tmp_path, server.url)
+        attempt = new_attempt(scoring)
+        die_at(0)
+        run(scoring, Context(out=attempt))
+        last, whole = operations[0], (attempt / NAME).read_bytes()
+        few = [*range(1, 12), *range(12, last, 15), last]
+        numbers = list(range(1, last + 1)) if os.environ.get("RATCHET_TORTURE") else few
+        for number in numbers:
+            scoring = job(tmp_path, server.url, seed=number)
+            server.requests.clear()
+            attempt = new_attempt(scoring)
+            die_at(number)
+            with pytest.raises(Died):
+                run(scoring, Context(out=attempt))
+            die_at(0)
+            directory, _ = run_stage(run, scoring)
+            assert (directory / NAME).read_bytes() == whole
+            # Answers are deleted only once the rewards are written: dying among the last `batches` asks anew for those.
+            assert len(server.requests) <= batches + 1 or number > last - batches + 1, number
+            assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", NAME]
+    print(
+        f"R13: died before {len(numbers)} of {last} durable operations of a scoring by a server: same bits each time, "
+        f"{time.monotonic() - started:.1f} s"
+    )
 
 
 def test_a_damaged_answer_is_asked_for_again(tmp_path: Path) -> None:
