@@ -35,9 +35,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "LONGEST_PAUSE_SECONDS", 0.05)
 
 
-def job(store: Path, url: str, *, seed: int = 0, **fields: Any) -> ScoreRollouts:
+def job(store: Path, url: str, *, seed: int = 0, batch_size: int = BATCH, **fields: Any) -> ScoreRollouts:
     rows = [rollout(f"prompt{p}", s, completion=f"{p}{s}") for p in range(PROMPTS) for s in range(GROUP)]
-    server = HttpSource(url=url, name="server", batch_size=BATCH, **{"budget_seconds": 60.0, **fields})
+    server = HttpSource(url=url, name="server", batch_size=batch_size, **{"budget_seconds": 60.0, **fields})
     sources = (VerifierSource(verifier="exact_match"), server)
     return ScoreRollouts(
         store=store,
@@ -118,6 +118,21 @@ def test_after_a_pause_only_what_was_not_answered_is_asked(tmp_path: Path) -> No
         again = job(tmp_path, server.url, seed=1)
         assert (run_stage(run, again)[0] / NAME).read_bytes() == (directory / NAME).read_bytes()
     assert not layout.attempts(tmp_path, scoring.STAGE, scoring.fingerprint).exists()
+
+
+def test_another_batch_size_after_a_pause_mistakes_no_answer_for_another(tmp_path: Path) -> None:
+    with FaultyServer() as server:
+        whole = (run_stage(run, job(tmp_path, server.url, seed=1))[0] / NAME).read_bytes()
+        server.change = lambda number, _: (503, {}, b"") if number >= 12 else None
+        paused = job(tmp_path, server.url, budget_seconds=0.2)
+        with pytest.raises(SourceUnavailable):
+            run(paused, Context(out=new_attempt(paused)))
+        server.change = None
+        again = job(tmp_path, server.url, batch_size=5)
+        assert again.fingerprint == paused.fingerprint
+        directory, _ = run_stage(run, again)
+        assert (directory / NAME).read_bytes() == whole
+        assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", NAME]
 
 
 class Died(BaseException):
