@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from configs.rewards import FunctionSource, RewardSource, VerifierSource
+from configs.rewards import FunctionSource, HttpSource, RewardSource, VerifierSource
 from configs.schema import RunConfig
 from configs.sources import PolicySamplesSource
 from stages.artifacts import layout
@@ -38,7 +38,7 @@ def check_store(config: RunConfig) -> None:
 
 
 def _check_source(source: RewardSource) -> None:
-    if isinstance(source, VerifierSource):
+    if isinstance(source, VerifierSource | HttpSource):
         validate_options(source)
     elif isinstance(source, FunctionSource):
         code_digest(source.function)

@@ -116,8 +116,9 @@ def replay(config: RunConfig, *, until: Until) -> Report | None:
 
 _EXIT_CODES = """\
 exit codes: 0 done; 2 configuration or data that cannot be used; 3 a check between stages failed; 4 an artifact is
-damaged; 5 another process holds the run; 75 workers were lost again and again; 130, 143 interrupted (SIGINT,
-SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and the same command goes on from there."""
+damaged; 5 another process holds the run; 69 a reward server stays away; 75 workers were lost again and again; 130, 143
+interrupted (SIGINT, SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and the same command goes
+on from there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,13 +24,16 @@ from stages.artifacts.errors import (
     InputError,
     RatchetError,
     ReleasedArtifact,
+    SourceUnavailable,
     TransientError,
 )
 from stages.job import Job
 from stages.process import ChildProcess
 
 START_SECONDS = 180.0
-_ERRORS: dict[str, type[RatchetError]] = {"input": InputError, "gate": GateError, "transient": TransientError}
+_ERRORS: dict[str, type[RatchetError]] = {
+    error.kind: error for error in (InputError, GateError, SourceUnavailable, TransientError)
+}
 _WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
 _ROOT = Path(__file__).resolve().parents[1]
 

@@ -49,6 +49,13 @@ class LeaseHeld(RatchetError):
     kind = "held"
 
 
+class SourceUnavailable(RatchetError):
+    """A reward source stayed away for as long as it was allowed to: the same command goes on once it is back."""
+
+    exit_code = 69
+    kind = "unavailable"
+
+
 class TransientError(RatchetError):
     """A worker was lost or something outside failed: worth another try."""
 

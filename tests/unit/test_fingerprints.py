@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from configs.algorithms import Grpo, Ppo
 from configs.models import FromScratch, Lora, ModelConfig, Pretrained, RewardModelConfig, SftConfig
 from configs.resources import GeneratorResources, TrainerResources
-from configs.rewards import FunctionSource, RewardModelSource, VerifierSource
+from configs.rewards import FunctionSource, HttpSource, RewardModelSource, VerifierSource
 from configs.sources import DataConfig, FileSource, PolicySamplesSource, SortDigitsSource
 from stages.artifacts.reference import ArtifactRef
 from stages.compute_logprobs import job as compute_logprobs
@@ -44,6 +44,7 @@ SOURCES = (
     RewardModelSource(clip=5.0),
     VerifierSource(verifier="length", options={"target": 9}),
     FunctionSource(function="rules:mine"),
+    HttpSource(url="http://scorer/score", clip=5.0, token_env="TOKEN"),
 )
 SETTINGS = [UpdateSettings(model=m, algorithm=a, trainer=TRAINER) for m, a in zip(MODELS, ALGORITHMS, strict=True)]
 FILES = FileSource(path="a.jsonl", revision="main", columns={"prompt": "question"}, limit=9)
@@ -163,7 +164,7 @@ WORDS = (
     "cpu",
     "cuda",
 )
-MORE_WORDS = ("length", "keywords", "always", "truncate_left", "messages", "rules:other", "z", "cpu", "answer")
+MORE_WORDS = ("length", "keywords", "always", "truncate_left", "messages", "rules:other", "z", "cpu", "answer", "OTHER")
 
 
 def others(value: Any) -> list[Any]:
@@ -205,9 +206,14 @@ def _at(tree: Any, path: Path_) -> Any:
 
 
 def is_excluded(job: Job, path: Path_) -> bool:
-    dotted = ".".join(str(part) for part in path)
     names = {"store", "compute.gpus", *job.EXCLUDED}
-    return any(dotted == name or dotted.startswith(f"{name}.") for name in names)
+    return any(_is_within(path, name.split(".")) for name in names)
+
+
+def _is_within(path: Path_, name: list[str]) -> bool:
+    """Whether `path` is the field `name`, or below it; `*` stands for every item of a list."""
+    pairs = zip(name, path, strict=False)
+    return len(path) >= len(name) and all(part == "*" or part == str(found) for part, found in pairs)
 
 
 def test_there_is_an_example_of_every_job() -> None:
@@ -275,3 +281,19 @@ def test_stage_and_version_count() -> None:
     other = type("Other", (type(job),), {"STAGE": "another"})
     prints = {kind.model_validate(job.model_dump()).fingerprint for kind in (type(job), newer, other)}
     assert len(prints) == 3
+
+
+def test_how_a_server_is_asked_does_not_count_and_which_one_does() -> None:
+    held_by = set()
+    for job in JOBS:
+        document = job.model_dump(mode="json")
+        parameters = document.get("parameters", {})
+        judge = ((parameters.get("data") or {}).get("preferences") or {}).get("judge", [])
+        for source in (*parameters.get("sources", []), *judge):
+            if source["kind"] == "http":
+                source |= {"batch_size": 1, "timeout_seconds": 1.0, "budget_seconds": 1.0, "token_env": None}
+                assert type(job).model_validate(document).fingerprint == job.fingerprint
+                source |= {"url": "http://scorer/another"}
+                assert type(job).model_validate(document).fingerprint != job.fingerprint
+                held_by.add(job.STAGE)
+    assert held_by == {"score_rollouts", "prepare_datasets"}
