@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import glob
+import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -28,6 +31,30 @@ _QUIET = {
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1"}
 
 
+def kernel_directory(environment: Mapping[str, str]) -> Path:
+    """Where torch keeps the kernels that it compiled, without locks that their owners left.
+
+    torch locks by making a file, so a builder that is killed leaves its lock, and every later process would wait for
+    ever. A builder keeps the file open for as long as it builds.
+    """
+    directory = Path(environment.get("TORCH_EXTENSIONS_DIR") or Path(sys.prefix) / "torch_extensions").absolute()
+    locks = {str(path) for path in directory.glob("*/lock")}
+    for path in locks - (_open_files() if locks else set()):
+        Path(path).unlink(missing_ok=True)
+    return directory
+
+
+def _open_files() -> set[str]:
+    """What the processes of this user have open."""
+    found = set()
+    for link in glob.iglob("/proc/[0-9]*/fd/*"):
+        try:
+            found.add(os.readlink(link))
+        except OSError:
+            continue  # it ended meanwhile, or is another user's
+    return found
+
+
 def sheltered(environment: Mapping[str, str], *, device: Literal["cpu", "cuda"]) -> dict[str, str]:
     """The environment without OPENERS, quiet, on loopback, with caches of the user's own. Raises InputError.
 
@@ -44,6 +71,7 @@ def sheltered(environment: Mapping[str, str], *, device: Literal["cpu", "cuda"])
         **kept,
         **_QUIET,
         **loopback,
+        "TORCH_EXTENSIONS_DIR": str(kernel_directory(environment)),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "VLLM_CONFIG_ROOT": str(caches / "vllm-config"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),

@@ -189,7 +189,6 @@ class WorkerPool:
             **sheltered(os.environ, device=spec.device),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), str(Path.cwd()), os.environ.get("PYTHONPATH")])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),

@@ -186,29 +186,42 @@ def _watch(run: AuditedRun, pid: int, ended: threading.Event) -> None:
         except psutil.NoSuchProcess:
             continue
         run.samples += 1
+        waiting = {table: list(_waiting(pid, table, state)) for table, state in _WAITING.items()}
         for process in family:
-            run.sockets |= set(open_sockets(process.pid))
-            try:
-                if "stages.program" in process.cmdline():
-                    run.workers.add(process.pid)
-                    run.openers |= OPENERS & process.environ().keys()
-            except psutil.Error:
-                continue
+            run.sockets |= set(_owned(process, [found for rows in waiting.values() for found in rows]))
+            _look_at_worker(run, process)
 
 
-def open_sockets(pid: int) -> Iterator[tuple[str, str, int]]:
-    """(program, address, port) of each TCP or UDP socket of a process that takes what others send."""
+def _waiting(pid: int, table: str, state: str) -> Iterator[tuple[str, str, int]]:
+    """(inode, address, port) of each socket in the network of `pid` that takes what others send."""
     try:
-        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
-        name = " ".join(psutil.Process(pid).cmdline()[:4])
-        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
-        for table, waiting in _WAITING.items():
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == waiting and words[9] in inodes:
-                    address, _, port = words[1].partition(":")
-                    yield name, _address(address), int(port, 16)
+        lines = Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    except OSError:
+        return
+    for words in (line.split() for line in lines):
+        if words[3] == state:
+            address, _, port = words[1].partition(":")
+            yield words[9], _address(address), int(port, 16)
+
+
+def _owned(process: psutil.Process, waiting: list[tuple[str, str, int]]) -> Iterator[tuple[str, str, int]]:
+    """(program, address, port) of those that the process holds."""
+    try:
+        links = {os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+        for inode, address, port in waiting:
+            if f"socket:[{inode}]" in links:
+                yield " ".join(process.cmdline()[:4]), address, port
     except (OSError, psutil.Error):
+        return
+
+
+def _look_at_worker(run: AuditedRun, process: psutil.Process) -> None:
+    """Note once of each worker which switches it was given."""
+    try:
+        if process.pid not in run.workers and "stages.program" in process.cmdline():
+            run.workers.add(process.pid)
+            run.openers |= OPENERS & process.environ().keys()
+    except psutil.Error:
         return
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.shelter import OPENERS
+from stages.shelter import OPENERS, kernel_directory
 from stages.workers import PoolSpec, WorkerPool
 from tests.architecture.test_imports import MODULES, imported, short
 
@@ -32,6 +32,18 @@ def test_s08_no_worker_gets_a_switch_that_opens_it(
         assert Path(env[name]).is_relative_to(private)
     if kind == "generator":
         assert env["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0", "the engine has no process and no socket of its own"
+
+
+def test_a_lock_that_a_killed_builder_left_is_freed_and_a_living_ones_is_kept(tmp_path: Path) -> None:
+    stale, held = tmp_path / "one" / "lock", tmp_path / "two" / "lock"
+    for path in (stale, held):
+        path.parent.mkdir()
+        path.touch()
+    with held.open():
+        assert kernel_directory({"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == tmp_path
+        assert held.exists() and not stale.exists()
+    kernel_directory({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+    assert not held.exists()
 
 
 def test_s08_the_engine_is_a_library_and_never_a_server() -> None:
