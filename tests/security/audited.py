@@ -128,7 +128,8 @@ def audited_run(root: Path) -> AuditedRun:
     inside, why_not = namespaces(root)
     run = AuditedRun(root, isolated=bool(inside), why_not=why_not)
     run.planted = plant(run)
-    argv = [*inside, *command(TINY_PPO, run.store, "--set", LEAKY, "--set", "tracking.wandb=offline")]
+    more = ("--set", LEAKY, "--set", "tracking.wandb=offline", "--set", "rounds.snapshot_every=1")
+    argv = [*inside, *command(TINY_PPO, run.store, *more)]
     started = time.monotonic()
     with (root / "out").open("w") as out, (root / "err").open("w") as err:
         run.code = _watched(run, argv, stdout=out, stderr=err)
@@ -157,11 +158,9 @@ def plant(run: AuditedRun) -> list[Path]:
     for path, data in files.items():
         path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         path.write_bytes(data)
-    for path in (
-        *files,
-        *(p for folder in ("prefect", "cache", "tmp", "home") for p in (run.root / folder).rglob("*")),
-    ):
-        path.chmod(0o700)
+    for folder in ("prefect", "cache", "tmp", "home"):
+        for path in (run.root / folder, *(run.root / folder).rglob("*")):
+            path.chmod(0o700)
     return list(files)
 
 

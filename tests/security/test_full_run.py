@@ -114,9 +114,10 @@ def test_s09_nothing_that_a_run_makes_is_open_to_others(audited: AuditedRun) -> 
 
 
 def test_s12_prefect_keeps_no_pickle_and_listens_on_loopback(audited: AuditedRun) -> None:
-    storage = list((audited.prefect_home / "storage").rglob("*"))
-    assert all(path.read_bytes()[:1] == b"{" for path in storage if path.is_file())
-    kept = b"".join(path.read_bytes() for path in audited.prefect_home.rglob("*") if path.is_file())
+    files = {path for path in audited.prefect_home.rglob("*") if path.is_file()} - set(audited.planted)
+    storage = [path for path in files if "storage" in path.parts]
+    assert all(path.read_bytes()[:1] == b"{" for path in storage)
+    kept = b"".join(path.read_bytes() for path in sorted(files))
     # How a pickled result looks in the database: its serializer's name, and protocols 4 and 5 in base 64.
     assert not re.search(rb'"type": ?"(compressed/)?pickle"|cloudpickle|"gA[SW]V', kept)
     servers = {address for program, address, _ in audited.sockets if "uvicorn" in program}

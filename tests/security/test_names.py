@@ -146,7 +146,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "job stage no stage": (job(top={"stage": "artifacts"}), "name of a stage"),
     "job stage no text": (job(top={"stage": ["score_rollouts"]}), "name of a stage"),
     "job fingerprint": (job(top={"fingerprint": "../../outside"}), "was it edited?"),
-    "manifest entry": (manifest_entry, "missing"),
+    "manifest entry": (manifest_entry, "signature does not match"),
 }
 
 
