@@ -75,8 +75,10 @@ def test_s08_no_process_of_a_run_had_a_switch_that_opens_it(audited: AuditedRun)
 
 def test_s05_no_secret_is_written_anywhere(audited: AuditedRun) -> None:
     needles = {name: (value.encode(), base64.b64encode(value.encode())[:-4]) for name, value in SECRETS.items()}
-    assert len(needles) == 20
-    files = written(audited)
+    assert len(SECRETS) == 20
+    key = audited.root / "state" / "ratchet" / "key"
+    needles["the key that signs manifests"] = (key.read_bytes(), key.read_bytes().hex().encode())
+    files = [path for path in written(audited) if path != key]
     hits = [
         f"{name} in {path.relative_to(audited.root)}"
         for path in files
@@ -90,7 +92,7 @@ def test_s05_no_secret_is_written_anywhere(audited: AuditedRun) -> None:
         assert expected in logs, "the rule did speak, and was heard without the secret"
     assert "judge.example" in logs
     assert any(path.name == "prefect.db" for path in files) and any(path.suffix == ".wandb" for path in files)
-    print(f"S05: 20 secrets sought in {len(files)} files of a run, 0 hits")
+    print(f"S05: {len(needles)} secrets sought in {len(files)} files of a run, 0 hits")
 
 
 def test_s07_only_loopback_listens(audited: AuditedRun) -> None:
@@ -135,4 +137,4 @@ def test_s14_a_run_without_a_route_completes_and_nothing_tries_to_leave(audited:
     assert [what for what in asked if not ipaddress.ip_address(what[1][0]).is_loopback] == []
     assert sorted({name for name in names if name not in ("127.0.0.1", "localhost", "::1")}) == []
     assert audited.without_route == 0, "something that is not Python sent a packet that found no way"
-    print(f"S14: a full run without a route, {len(asked)} connections, 0 to elsewhere, 0 packets without a way")
+    print(f"S14: a full run without a route: {len(asked)} connected address on loopback, 0 elsewhere, 0 packets lost")
