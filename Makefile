@@ -42,9 +42,10 @@ test: setup ## every test, the real engines included, and coverage of at least 8
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-test-fast: setup ## unit, contract and architecture tests: no engine
+test-fast: setup ## unit, contract, architecture and security tests: no engine
 	@home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
-	PREFECT_HOME=$$home $(BIN)/python -m pytest tests/unit tests/contract tests/architecture $(ARGS)
+	PREFECT_HOME=$$home $(BIN)/python -m pytest tests/unit tests/contract tests/architecture tests/security \
+	  --ignore tests/security/test_full_run.py $(ARGS)
 
 lint: setup ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from configs.schema import RunConfig
 from configs.sources import PolicySamplesSource
 from stages.artifacts import layout
 from stages.artifacts.errors import InputError
+from stages.artifacts.private import require_own_store
 from stages.artifacts.signing import require_key_of
 from stages.prepare_datasets.digests import source_digests
 from stages.rewards.code import code_digest
@@ -34,6 +35,7 @@ def check_store(config: RunConfig) -> None:
         raise InputError(f"store {store}: expected a directory that can be written, found: {error.strerror}") from None
     if not os.access(store, os.W_OK | os.X_OK):
         raise InputError(f"store {store}: expected a directory that can be written; it is not writable")
+    require_own_store(store)
     require_key_of(store)
 
 

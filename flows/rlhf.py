@@ -22,12 +22,14 @@ from pydantic import Field
 
 from configs.load import ConfigError, load_config
 from configs.schema import RunConfig
+from configs.secrets import redact
 from flows.pipeline import Until, pipeline
 from flows.preflight import check_store, preflight
 from flows.report import Report
 from flows.server import prefect_server
 from stages.artifacts import layout, store
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact
+from stages.artifacts.private import keep_files_private
 from stages.artifacts.reference import ArtifactRef
 from tasks.display import Console, Lines, hide_expected_tracebacks
 from tasks.run import NotDone, Run
@@ -60,6 +62,7 @@ def rlhf(
     config: a YAML file. overrides: dotted keys and values, such as {"algorithm.kl_coef": 0.02}. until: where to
     stop. Running it again does only what is not done yet.
     """
+    keep_files_private()
     hide_expected_tracebacks()
     resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
     try:
@@ -137,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--take-over", action="store_true", help="take the run from an owner that is stopped or out of reach"
     )
     asked = parser.parse_args(arguments)
+    keep_files_private()
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
         config = load_config(asked.config, overrides=_overrides(asked))
@@ -146,10 +150,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         preflight(config)
         _run_flow(asked, config)
     except (ConfigError, InputError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(f"error: {line}" for line in redact(str(error)).splitlines()), file=sys.stderr)
         return 2
     except RatchetError as error:
-        print(f"error: {error}\n{_GO_ON}", file=sys.stderr)
+        print(f"error: {redact(str(error))}\n{_GO_ON}", file=sys.stderr)
         return error.exit_code
     except BaseException as error:
         number = _signal_behind(error)

@@ -29,6 +29,7 @@ from stages.artifacts.errors import (
 )
 from stages.job import Job
 from stages.process import ChildProcess
+from stages.shelter import sheltered
 
 START_SECONDS = 180.0
 _ERRORS: dict[str, type[RatchetError]] = {
@@ -188,10 +189,9 @@ class WorkerPool:
         """The environment of one rank: pinned threads and seeds, nothing that phones home, loopback only."""
         spec = self.spec
         env = {
-            **os.environ,
+            **sheltered(os.environ, device=spec.device),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), str(Path.cwd()), os.environ.get("PYTHONPATH")])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),
@@ -201,10 +201,6 @@ class WorkerPool:
             "LOCAL_RANK": str(rank) if spec.device == "cpu" else "0",
             "WORLD_SIZE": str(spec.ranks),
             "RATCHET_RENDEZVOUS": str(rendezvous),
-            "DO_NOT_TRACK": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }

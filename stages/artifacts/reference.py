@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from stages.artifacts import layout
 
@@ -13,8 +13,8 @@ class ArtifactRef(BaseModel):
     """The name of an artifact: the stage that makes it and the fingerprint of its recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    stage: str
-    fingerprint: str
+    stage: str = Field(pattern=r"^[a-z_]{1,64}$")
+    fingerprint: str = Field(pattern=r"^[0-9a-f]{32}$")
 
     def path(self, store: Path) -> Path:
         """Where it is once committed."""
