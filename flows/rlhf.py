@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -22,6 +23,8 @@ from pydantic import Field
 
 from configs.load import ConfigError, load_config
 from configs.schema import RunConfig
+from flows.changes import OnChange, begin, refuse_changes
+from flows.machine import machine_warnings
 from flows.pipeline import Until, pipeline
 from flows.preflight import check_store, preflight
 from flows.report import Report
@@ -30,7 +33,7 @@ from stages.artifacts import layout, store
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
 from stages.artifacts.store import ArtifactRef
 from tasks.display import Console, Lines, hide_expected_tracebacks
-from tasks.run import NotDone, Run
+from tasks.run import NotDone, Run, run_name
 
 _REBUILDS = 8
 
@@ -43,7 +46,7 @@ def _flow_run_name() -> str:
         config = resolve(given["config"], overrides=given["overrides"], rounds=given["rounds"], seed=given["seed"])
     except ConfigError:  # the flow is about to say so itself
         return f"{os.path.splitext(os.path.basename(str(given['config'])))[0]}{until}"
-    return f"{Run(config, display=Lines(), replay=True).name}{until}"
+    return f"{run_name(config)}{until}"
 
 
 @flow(name="rlhf", flow_run_name=_flow_run_name, persist_result=False)
@@ -53,16 +56,21 @@ def rlhf(
     until: Until = "policy",
     rounds: Annotated[int | None, Field(ge=1, description="how many rounds, instead of the configuration's")] = None,
     seed: Annotated[int | None, Field(ge=0, lt=2**31, description="instead of the configuration's")] = None,
+    on_change: Annotated[OnChange, Field(description="what happens if an input has changed since the run began")] = (
+        "refuse"
+    ),
 ) -> None:
     """Demonstrations -> SFT -> reward model -> critic -> rounds of generation and optimisation.
 
     config: a YAML file. overrides: dotted keys and values, such as {"algorithm.kl_coef": 0.02}. until: where to
-    stop. Running it again does only what is not done yet.
+    stop. on_change: if data, base model, libraries or the machine's settings have changed since the run began:
+    refuse; rebuild what depends on them; or keep what is finished and go on with the new ones. Running it again does
+    only what is not done yet.
     """
     hide_expected_tracebacks()
     resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
     try:
-        run_pipeline(resolved, until=until, print_lines=_from_command_line)
+        run_pipeline(resolved, until=until, on_change=on_change, print_lines=_from_command_line)
     except RatchetError:
         again = f"prefect flow-run retry {flow_run.id}"
         get_run_logger().info(f"what was finished is kept; once the cause is gone, this goes on: {again}")
@@ -80,11 +88,14 @@ def resolve(config: str, *, overrides: dict[str, Any] | None, rounds: int | None
     return load_config(config, overrides=pairs)
 
 
-def run_pipeline(config: RunConfig, *, until: Until, print_lines: bool) -> Report:
+def run_pipeline(config: RunConfig, *, until: Until, on_change: OnChange, print_lines: bool) -> Report:
     """Run what is not done yet. A damaged artifact is put aside and made again."""
-    preflight(config)
+    preflight(config, until=until)
     with Run(config, display=Console(print_lines=print_lines)) as run:
         run.display.say(f"run {run.name}: {run.directory}")
+        begin(run, on_change=on_change)
+        for line in machine_warnings(config.resources):
+            run.display.say(line)
         for _ in range(_REBUILDS):
             try:
                 return pipeline(run, until=until)
@@ -127,6 +138,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", choices=["sft", "reward_model", "policy"], default="policy", help="where to stop")
     parser.add_argument("--rounds", type=int, help="how many rounds, instead of the configuration's")
     parser.add_argument("--seed", type=int, help="instead of the configuration's")
+    parser.add_argument(
+        "--on-change",
+        choices=["refuse", "rebuild", "keep"],
+        default="refuse",
+        help="if data, base model, libraries or machine settings have changed since the run began: refuse (default); "
+        "make again what depends on them; or keep what is finished and go on with the new ones, not bit-identical",
+    )
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
@@ -134,7 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_store(config)
         if replay(config, until=asked.until) is not None:
             return 0
-        preflight(config)
+        preflight(config, until=asked.until)
+        if asked.on_change == "refuse":
+            refuse_changes(config)
         _run_flow(asked, config)
     except (ConfigError, InputError) as error:
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
@@ -165,9 +185,16 @@ def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
     global _from_command_line
     _from_command_line = True
     pairs = dict(text.partition("=")[::2] for text in asked.overrides)
-    directory = Run(config, display=Lines(), replay=True).directory
+    directory = layout.run_directory(Path(config.store).resolve(), run_name(config))
     with prefect_server(log=layout.run_log(directory, "prefect")):
-        rlhf(config=asked.config, overrides=pairs, until=asked.until, rounds=asked.rounds, seed=asked.seed)
+        rlhf(
+            config=asked.config,
+            overrides=pairs,
+            until=asked.until,
+            rounds=asked.rounds,
+            seed=asked.seed,
+            on_change=asked.on_change,
+        )
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> NoReturn:

@@ -63,6 +63,10 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     label: names job file, log lines and metrics within the run. Raises NotDone in a replay, DamagedArtifact if
     a committed artifact does not match its manifest, and what the stage raised.
     """
+    kept = run.kept.get(label)
+    manifest = store.verify(job.store, kept) if kept is not None else None
+    if kept is not None and manifest is not None:
+        return _finish(run, kept, manifest, label=label, reused=True)
     manifest = store.verify(job.store, job.ref)
     if manifest is None and run.replay:
         raise NotDone(label)
@@ -74,13 +78,17 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
         with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}"):
             manifest = store.verify(job.store, job.ref) or _make(run, job, label=label)
         run.display.settled(label)
+    return _finish(run, job.ref, manifest, label=label, reused=reused)
+
+
+def _finish(run: Run, ref: store.ArtifactRef, manifest: store.Manifest, *, label: str, reused: bool) -> Outcome:
     outcome = Outcome(
         label=label,
-        ref=job.ref,
+        ref=ref,
         metrics=manifest.metrics,
         seconds=manifest.wall_seconds,
         reused=reused,
-        path=job.ref.path(job.store),
+        path=ref.path(run.store),
     )
     run.outcomes.append(outcome)
     run.display.say(

@@ -107,7 +107,7 @@ def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_s
         files=files,
         metrics=metrics,
         determinism="A" if job.compute.device == "cpu" else "B",
-        libraries=_library_versions(),
+        libraries=library_versions(),
         git_revision=_git_revision(),
         wall_seconds=wall_seconds,
         written_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -193,7 +193,8 @@ def _damaged(ref: ArtifactRef, path: Path, reason: str) -> DamagedArtifact:
 
 
 @cache
-def _library_versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries whose code makes the artifacts, as installed."""
     versions = {}
     for name in _LIBRARIES:
         try:
