@@ -37,6 +37,19 @@ def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any
         raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error))) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once: a second one would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping at `node`. Raises ConstructorError."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
 def explain(error: ValidationError) -> list[str]:
     """One line per fault: dotted key, what was expected, what was found."""
     lines = []
@@ -64,7 +77,7 @@ def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader=_Loader)  # noqa: S506, a SafeLoader
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

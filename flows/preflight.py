@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from configs.models import Pretrained
-from configs.rewards import FunctionSource, RewardSource, VerifierSource
 from configs.schema import RunConfig
-from configs.sources import PolicySamplesSource
+from configs.sources import PolicySamplesSource, SortDigitsSource
 from flows.estimate import check_disk
 from flows.floors import check_versions
 from flows.machine import check_machine
@@ -20,7 +19,6 @@ from stages.artifacts.errors import InputError
 from stages.artifacts.model_directory import refuse_unsafe_model
 from stages.prepare_datasets.digests import source_digests
 from stages.prepare_datasets.files import file_sources, locate
-from stages.rewards.code import code_digest
 from stages.rewards.options import validate_options
 from tasks.kept import committed_stages
 from tasks.run import run_name
@@ -41,10 +39,10 @@ def preflight(config: RunConfig, *, until: str = "policy") -> None:
         check_versions,
         lambda: check_machine(config.resources),
         lambda: _check_data(config, cache),
+        lambda: _check_counts(config),
         lambda: _check_model(config),
+        *(partial(validate_options, source) for source in (*config.rewards, *config.evaluation.rewards, *judge)),
     )
-    for source in (*config.rewards, *config.evaluation.rewards, *judge):
-        faults += _faults(partial(_check_source, source))
     if not faults:
         done = committed_stages(layout.run_directory(store, run_name(config)), store=store)
         faults = _faults(lambda: check_disk(config, done=frozenset(done), until=until))
@@ -96,8 +94,9 @@ def _check_model(config: RunConfig) -> None:
         raise InputError(f"model.base.path: expected a directory or a hub id, found no directory {base.path}")
 
 
-def _check_source(source: RewardSource) -> None:
-    if isinstance(source, VerifierSource):
-        validate_options(source)
-    elif isinstance(source, FunctionSource):
-        code_digest(source.function)
+def _check_counts(config: RunConfig) -> None:
+    """Refuse a round of more prompts than there can be; how many there are exactly is known once they are read."""
+    prompts, need = config.data.prompts, config.rounds.prompts_per_round
+    most = prompts.rows if isinstance(prompts, SortDigitsSource) else prompts.limit
+    if most is not None and need > most:
+        raise InputError(f"rounds.prompts_per_round: expected at most {most}, which data.prompts has, found {need}")

@@ -111,7 +111,7 @@ def _code_in(path: Path) -> Iterator[str]:
     for folder, directories, files in os.walk(root):
         for name in sorted(directories + files):
             entry = Path(folder, name)
-            relative = entry.relative_to(root).as_posix()
+            relative = _printable(entry.relative_to(root).as_posix())
             if entry.is_symlink():
                 fault = _link_fault(entry, root)
                 if fault or not entry.is_file():
@@ -123,6 +123,10 @@ def _code_in(path: Path) -> Iterator[str]:
             fault = _file_fault(entry) if stat.S_ISREG(mode) else "expected a file, found a pipe, socket or device"
             if fault:
                 yield f"{relative}: {fault}"
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
 
 
 def _link_fault(entry: Path, root: Path) -> str:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.models import Lora
+from stages.artifacts.errors import InputError
 from stages.artifacts.store import ArtifactRef
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
 from tests.integration.stores import GRPO, PPO, House, hashes, settings
@@ -121,6 +122,31 @@ def test_a_fresh_process_makes_the_same_bits_from_the_saved_state(
                 again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
                 different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
     assert different == []
+
+
+@pytest.mark.parametrize(("saved", "now"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on_from_the_saved_state(
+    house: House, updates: dict[str, Updates], saved: int, now: int
+) -> None:
+    """Moments and master weights too: without them the second update would end elsewhere."""
+    worst = 0.0
+    for stage in (0, 1, 2):
+        first, expected = updates[f"{saved} ranks, ZeRO {stage}"].first, updates[f"{now} ranks, ZeRO {stage}"].second
+        state = TrainerState(policy=first.ref, critic=first.ref)
+        round_1 = house.written_round(version=first.fingerprint, seed=1)
+        made = house.make(house.update(CASES[f"{now} ranks, ZeRO {stage}"], state, **round_1, round_index=1))
+        for part in ("policy", "critic"):
+            worst = max(worst, largest_difference(weights(house, made, part), weights(house, expected.ref, part)))
+    print(f"R23: {saved} -> {now} ranks, ZeRO 0 to 2: weights differ by at most {worst:.1e} (one step is 2e-4)")
+    assert worst < SAME_STEP
+
+
+def test_zero_3_state_of_other_ranks_is_refused(house: House, updates: dict[str, Updates]) -> None:
+    first = updates["2 ranks, ZeRO 3"].first
+    state = TrainerState(policy=first.ref, critic=first.ref)
+    round_1 = house.written_round(version=first.fingerprint, seed=1)
+    with pytest.raises(InputError, match=r"resources\.trainer\.ranks: expected 2, .*zero_stage 3, found 1"):
+        house.make(house.update(CASES["1 ranks, ZeRO 3"], state, **round_1, round_index=1))
 
 
 def test_sft_on_two_ranks_is_sft_on_one(house: House) -> None:
