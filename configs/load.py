@@ -52,8 +52,10 @@ class _Loader(yaml.SafeLoader):
 
 def explain(error: ValidationError) -> list[str]:
     """One line per fault: dotted key, what was expected, what was found."""
-    lines = []
-    for fault in error.errors():
+    lines, faults = [], error.errors()
+    for fault in faults:
+        if fault["type"] == "too_short" and any(_is_below(other["loc"], fault["loc"]) for other in faults):
+            continue  # the list is short only because an item of it is wrong
         key = ".".join(str(part) for part in fault["loc"]) or "config"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "union_tag_not_found":
@@ -67,6 +69,10 @@ def explain(error: ValidationError) -> list[str]:
     return lines
 
 
+def _is_below(key: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
+    return len(key) > len(parent) and key[: len(parent)] == parent
+
+
 def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
@@ -77,7 +83,7 @@ def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        tree = yaml.load(text, Loader=_Loader)  # noqa: S506, a SafeLoader
+        tree = _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

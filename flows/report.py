@@ -210,7 +210,7 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
         f"done, {time.monotonic() - run.started:.1f} s"
     )
     if reasons := not_bit_identical(run.directory):
-        lines.append(f"not bit-identical to an undisturbed run: {'; '.join(reasons)}")
+        lines.append(f"not bit-identical: {'; '.join(reasons)}")
     if reward_model is not None:
         exam = reward_model.metrics
         lines.append(

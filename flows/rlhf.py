@@ -120,6 +120,15 @@ def replay(config: RunConfig, *, until: Until) -> Report | None:
         return report
 
 
+def _already_done(config: RunConfig, *, until: Until) -> bool:
+    """Whether a replay finds everything. What keeps it from looking is for preflight to tell, with all other faults."""
+    try:
+        check_store(config)
+        return replay(config, until=until) is not None
+    except InputError:
+        return False
+
+
 _EXIT_CODES = """\
 exit codes: 0 done; 2 configuration or data that cannot be used; 3 a check between stages failed; 4 an artifact is
 damaged; 5 another process holds the run; 75 workers were lost again and again; 130, 143 interrupted (SIGINT,
@@ -149,8 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
         config = load_config(asked.config, overrides=_overrides(asked))
-        check_store(config)
-        if replay(config, until=asked.until) is not None:
+        if _already_done(config, until=asked.until):
             return 0
         preflight(config, until=asked.until)
         if asked.on_change == "refuse":

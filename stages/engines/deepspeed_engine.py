@@ -162,7 +162,7 @@ class TrainingEngine:
             saved = [state["base_optimizer_state"]["state"][index] for state in states]
             for key, value in saved[0].items():
                 if torch.is_tensor(value) and value.numel() > 1:
-                    live[key].copy_(mine([one[key] for one in saved]))
+                    live[key] = mine([one[key] for one in saved]).to(master.device)
                 else:
                     live[key] = value
 
