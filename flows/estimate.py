@@ -53,7 +53,7 @@ def check_disk(config: RunConfig, *, done: frozenset[str], until: str = "policy"
         kept = config.retention.policies
         raise InputError(
             f"store {config.store}: expected about {_gb(estimate.total)} free for what is still to be written "
-            f"({estimate}), found {_gb(free)}; free some, or lower retention.policies (now {kept or 'all'}) or "
+            f"({estimate}), found {_gb(free)} free; make room, or lower retention.policies (now {kept or 'all'}) or "
             f"retention.snapshots (now {config.retention.snapshots}), or raise rounds.snapshot_every "
             f"(now {config.rounds.snapshot_every})"
         )
