@@ -11,7 +11,7 @@ CONFIG       ?= configs/quickstart.yaml
 BIN       := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(notdir $(basename $(REQUIREMENTS)))
 OPS       := $(VENV)/.ops-$(notdir $(basename $(REQUIREMENTS)))
-PACKAGES  := flows tasks stages configs
+PACKAGES  := console flows tasks stages configs
 
 SHELL       := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -42,9 +42,10 @@ test: setup ## every test, the real engines included, and coverage of at least 8
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-test-fast: setup ## unit, contract and architecture tests: no engine
+test-fast: setup ## unit, contract, architecture and security tests: no engine
 	@home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
-	PREFECT_HOME=$$home $(BIN)/python -m pytest tests/unit tests/contract tests/architecture $(ARGS)
+	PREFECT_HOME=$$home $(BIN)/python -m pytest tests/unit tests/contract tests/architecture tests/security \
+	  --ignore tests/security/test_full_run.py $(ARGS)
 
 lint: setup ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .

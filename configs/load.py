@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from configs.schema import RunConfig
+from configs.secrets import is_secret_name, redact, secret_in
 
 
 class ConfigError(ValueError):
@@ -22,7 +23,8 @@ def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any
     read as YAML) and validate.
 
     A file may start from another with `extends: other.yaml` (relative to itself) and then holds only its
-    differences. `${NAME}` and `${NAME:-default}` in string values are read from the environment.
+    differences. `${NAME}` and `${NAME:-default}` in string values are read from the environment. A
+    configuration is written to disk and shown, so secrets are refused in it.
 
     Raises ConfigError.
     """
@@ -34,7 +36,7 @@ def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any
     try:
         return RunConfig.model_validate(_expand(tree))
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {line}" for line in explain(error))) from None
+        raise ConfigError("\n".join(f"{path}: {redact(line)}" for line in explain(error))) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -150,18 +152,36 @@ def _item(items: list[Any], part: str, dotted: str) -> Any:
     return items[int(part)]
 
 
-def _expand(node: Any) -> Any:
-    """Replace ${NAME} and ${NAME:-default} in every string."""
+def _expand(node: Any, *, key: str = "") -> Any:
+    """Replace ${NAME} and ${NAME:-default} in every string. Refuses what would put a secret into the configuration."""
     if isinstance(node, dict):
-        return {key: _expand(value) for key, value in node.items()}
+        return {name: _expand(value, key=f"{key}.{name}".strip(".")) for name, value in node.items()}
     if isinstance(node, list):
-        return [_expand(value) for value in node]
-    if isinstance(node, str) and "${" in node:
-        head, _, rest = node.partition("${")
-        name, _, tail = rest.partition("}")
-        name, has_default, default = name.partition(":-")
-        value = os.environ.get(name, default if has_default else None)
-        if value is None:
-            raise ConfigError(f"environment variable {name} is not set and has no default (in {node!r})")
-        return f"{head}{value}{_expand(tail)}"
-    return node
+        return [_expand(value, key=f"{key}.{index}".strip(".")) for index, value in enumerate(node)]
+    if not isinstance(node, str):
+        return node
+    text = _with_variables(node, key=key)
+    found = secret_in(text)
+    if found:
+        raise ConfigError(
+            f"{key}: expected no secret, because the configuration is written to disk and shown; found {found} "
+            "(not repeated here); take it out, and name the variable in token_env where there is such a key"
+        )
+    return text
+
+
+def _with_variables(text: str, *, key: str) -> str:
+    if "${" not in text:
+        return text
+    head, _, rest = text.partition("${")
+    name, _, tail = rest.partition("}")
+    name, has_default, default = name.partition(":-")
+    if is_secret_name(name):
+        raise ConfigError(
+            f"{key}: expected no secret, because the configuration is written to disk and shown; found ${{{name}}}; "
+            f"take it out, and set token_env to {name} where there is such a key"
+        )
+    value = os.environ.get(name, default if has_default else None)
+    if value is None:
+        raise ConfigError(f"environment variable {name} is not set and has no default (in {text!r})")
+    return f"{head}{value}{_with_variables(tail, key=key)}"

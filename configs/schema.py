@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.algorithms import Algorithm, Ppo
-from configs.base import Frozen
+from configs.base import Frozen, PathText
 from configs.models import FromScratch, ModelConfig, RewardModelConfig, SftConfig
 from configs.resources import Resources
 from configs.rewards import RewardModelSource, RewardSource, VerifierSource
@@ -29,7 +29,7 @@ class Rounds(Frozen):
         default=64, ge=1, description="prompts per rollout file: the most that a crash can cost"
     )
     snapshot_every: int = Field(
-        default=1, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
+        default=5, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
     )
 
 
@@ -77,7 +77,7 @@ class RunConfig(Frozen):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$")
     seed: int = Field(default=17, ge=0, lt=2**31)
-    store: str = Field(default="outputs", description="directory of artifacts and runs")
+    store: PathText = Field(default="outputs", description="directory of artifacts and runs")
     data: DataConfig
     model: ModelConfig = ModelConfig()
     sft: SftConfig | None = SftConfig()
@@ -90,6 +90,13 @@ class RunConfig(Frozen):
     resources: Resources = Resources()
     retention: Retention = Retention()
     tracking: Tracking = Tracking()
+
+    @field_validator("store")
+    @classmethod
+    def _is_written_out(cls, value: str) -> str:
+        if value.startswith("~"):
+            raise ValueError(f"expected a path that is written out, found {value!a:.80}; write ${{HOME}} instead of ~")
+        return value
 
     @property
     def uses_reward_model(self) -> bool:

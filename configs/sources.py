@@ -1,10 +1,11 @@
 """Where data comes from and how it is read. Knows nothing of models, training or files on disk."""
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.base import Frozen
+from configs.base import Frozen, PathText
 from configs.rewards import RewardSource
 
 Shape = Literal[
@@ -19,6 +20,10 @@ Shape = Literal[
 ]
 
 
+_HUB_ID = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._-]{0,95}(?:/[A-Za-z0-9_][A-Za-z0-9._-]{0,95})?")
+_REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9._/-]{0,127}")
+
+
 class FileSource(Frozen):
     """Rows in local files, or on the hub, read through `datasets`.
 
@@ -29,7 +34,7 @@ class FileSource(Frozen):
     """
 
     kind: Literal["files"] = "files"
-    path: str = Field(min_length=1)
+    path: PathText
     hub: bool = False
     split: str = "train"
     revision: str | None = None
@@ -38,6 +43,14 @@ class FileSource(Frozen):
         Literal["prompt", "completion", "chosen", "rejected", "messages", "answer", "role", "content"], str
     ] = Field(default_factory=dict)
     limit: int | None = Field(default=None, ge=1, description="read at most this many rows")
+
+    @model_validator(mode="after")
+    def _hub_id_is_no_path(self) -> "FileSource":
+        if self.hub and not _HUB_ID.fullmatch(self.path):
+            raise ValueError(f"path: expected a hub id such as owner/name, because hub is set; found {self.path!a:.80}")
+        if self.hub and self.revision is not None and not _REVISION.fullmatch(self.revision):
+            raise ValueError(f"revision: expected a branch, tag or commit, found {self.revision!a:.80}")
+        return self
 
 
 class SortDigitsSource(Frozen):

@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json, write_json
 from stages.artifacts.errors import InputError
-from stages.artifacts.store import library_versions
+from stages.artifacts.manifest import library_versions
 from stages.prepare_datasets.digests import source_digests
 from stages.rewards.code import code_digest
 from tasks.kept import keep_committed, keep_nothing

@@ -1,16 +1,22 @@
-"""Safe defaults for Prefect and its friends, set before Prefect is imported. A user's own settings win."""
+"""Safe settings for Prefect and its friends, set before Prefect is imported."""
 
 import os
 
-DEFAULTS = {
+DEFAULTS = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
+"""A user's own settings win."""
+
+FIXED = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+    "WANDB_ERROR_REPORTING": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+"""No setting of the user's may change these: nothing is pickled, and nothing phones home."""
 
 for _name, _value in DEFAULTS.items():
     os.environ.setdefault(_name, _value)
+os.environ.update(FIXED)
 
 
 def quiet_prefect_console() -> None:

@@ -14,7 +14,9 @@ from tasks.evaluate_policy import evaluate
 from tasks.initialize_critic import initialize_critic
 from tasks.preferences import sample_preferences
 from tasks.prepare_datasets import prepare_datasets
+from tasks.retention import release_superseded
 from tasks.run import Outcome, Run
+from tasks.snapshot_trainer import snapshot_trainer
 from tasks.train_reward_model import train_reward_model
 from tasks.train_sft import train_sft
 
@@ -71,9 +73,20 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
             ref_policy=models.ref_policy,
             reward_model=reward_model,
         )
-        state = result.state
+        state, is_last = result.state, round_index + 1 == config.rounds.count
+        if (round_index + 1) % config.rounds.snapshot_every == 0 or is_last:
+            snapshot_trainer(run, round_index=round_index, state=state)
         evaluation = None
-        if (round_index + 1) % config.evaluation.every == 0 or round_index + 1 == config.rounds.count:
+        if (round_index + 1) % config.evaluation.every == 0 or is_last:
             moment = f"after-{round_index:03d}"
             evaluation = evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment=moment)
         report.add_round(result, evaluation)
+        if not run.replay:
+            _release_superseded(run, report)
+
+
+def _release_superseded(run: Run, report: Report) -> None:
+    best = report.best()
+    refs = [outcome.ref for outcome in run.outcomes if outcome.label.startswith("round-")]
+    best_ref = report.states.get(best[0]) if best is not None else None
+    release_superseded(run.store, run.name, refs, retention=run.config.retention, best=best_ref)

@@ -17,6 +17,8 @@ from flows.machine import check_machine
 from stages.artifacts import layout
 from stages.artifacts.errors import InputError
 from stages.artifacts.model_directory import refuse_unsafe_model
+from stages.artifacts.private import require_own_store
+from stages.artifacts.signing import require_key_of
 from stages.prepare_datasets.digests import source_digests
 from stages.prepare_datasets.files import file_sources, locate
 from stages.rewards.options import validate_options
@@ -61,6 +63,8 @@ def check_store(config: RunConfig) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"store {store}: expected a directory that can be written, found: {reason}") from None
+    require_own_store(store)
+    require_key_of(store)
 
 
 def _faults(*checks: Callable[[], object]) -> list[str]:

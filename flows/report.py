@@ -23,6 +23,7 @@ from flows.changes import not_bit_identical
 from flows.round import RoundResult
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json, write_bytes, write_json
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import read_rows, write_table
 from tasks.run import Outcome, Run
 from tasks.tracking import Tracker
@@ -41,7 +42,7 @@ class Report:
         self.run = run
         self.rows: list[Row] = []
         self.evaluations: list[tuple[int, Outcome]] = []
-        self.states: dict[int, Path] = {}
+        self.states: dict[int, ArtifactRef] = {}
         self._progress: Any = None
         self._tracker = Tracker(run)
 
@@ -55,7 +56,7 @@ class Report:
         """A finished round."""
         if evaluation is not None:
             self.evaluations.append((result.round_index, evaluation))
-        self.states[result.round_index] = result.update.path
+        self.states[result.round_index] = result.update.ref
         self._show(round_row(result.round_index, result, evaluation, self.run))
         if not self.run.replay:
             self._write_metrics()
@@ -80,6 +81,10 @@ class Report:
         name = f"{self.run.config.evaluation.metric}_mean"
         return max(self.evaluations, key=lambda e: (e[1].metrics[name], -e[0]), default=None)
 
+    def policy_of(self, round_index: int) -> Path:
+        """The directory of the policy after a round."""
+        return self.states[round_index].path(self.run.store) / "policy"
+
     def summary(self) -> Row:
         """The run's figures as one JSON document."""
         best = self.best()
@@ -87,8 +92,8 @@ class Report:
             "run": self.run.name,
             "rounds": self.rows,
             "best_round": best[0] if best else None,
-            "final_policy": str(self.states[max(self.states)] / "policy") if self.states else None,
-            "final_policy_sha256": policy_digest(self.states[max(self.states)]) if self.states else None,
+            "final_policy": str(self.policy_of(max(self.states))) if self.states else None,
+            "final_policy_sha256": policy_digest(self.policy_of(max(self.states))) if self.states else None,
             "bit_reproducible": not not_bit_identical(self.run.directory),
             "not_bit_identical": not_bit_identical(self.run.directory),
         }
@@ -118,7 +123,7 @@ class Report:
                 continue
             link, temporary = self.run.directory / name, self.run.directory / f".{name}.tmp"
             temporary.unlink(missing_ok=True)
-            temporary.symlink_to(self.states[index] / "policy")
+            temporary.symlink_to(self.policy_of(index))
             os.replace(temporary, link)
 
     def _try(self, what: str, publish: Callable[[], None]) -> None:
@@ -226,10 +231,10 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
     lines += [f"policy after SFT: {policy.path / 'policy'}", f"everything of this run: {run.directory}"]
     if report.states:
         last = max(report.states)
-        lines.append(f"last policy: {run.directory / 'last'} -> {report.states[last] / 'policy'}")
+        lines.append(f"last policy: {run.directory / 'last'} -> {report.policy_of(last)}")
         if best is not None and best[0] in report.states:
-            lines.append(f"best policy: {run.directory / 'best'} -> {report.states[best[0]] / 'policy'}")
-        lines.append(f"last policy's sha256: {policy_digest(report.states[last])}")
+            lines.append(f"best policy: {run.directory / 'best'} -> {report.policy_of(best[0])}")
+        lines.append(f"last policy's sha256: {policy_digest(report.policy_of(last))}")
     return lines + _what_to_type_next()
 
 
@@ -265,9 +270,9 @@ def _before_and_after(report: Report, best: int) -> list[str]:
     return lines
 
 
-def policy_digest(artifact: Path) -> str:
+def policy_digest(policy: Path) -> str:
     """sha256 of an update's policy weights, from its manifest (of the first file, where they are in several)."""
-    files = read_json(artifact / layout.MANIFEST)["files"]
+    files = read_json(policy.parent / layout.MANIFEST)["files"]
     name = next(name for name in sorted(files) if name.startswith("policy/") and name.endswith(".safetensors"))
     return str(files[name]["sha256"])
 

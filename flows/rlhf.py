@@ -23,6 +23,7 @@ from pydantic import Field
 
 from configs.load import ConfigError, load_config
 from configs.schema import RunConfig
+from configs.secrets import redact
 from flows.changes import OnChange, begin, refuse_changes
 from flows.machine import machine_warnings
 from flows.pipeline import Until, pipeline
@@ -30,8 +31,9 @@ from flows.preflight import check_store, preflight
 from flows.report import Report
 from flows.server import prefect_server
 from stages.artifacts import layout, store
-from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact
+from stages.artifacts.private import keep_files_private
+from stages.artifacts.reference import ArtifactRef
 from tasks.display import Console, Lines, hide_expected_tracebacks
 from tasks.run import NotDone, Run, run_name
 
@@ -59,6 +61,7 @@ def rlhf(
     on_change: Annotated[OnChange, Field(description="what happens if an input has changed since the run began")] = (
         "refuse"
     ),
+    take_over: Annotated[bool, Field(description="from an owner that is stopped or out of reach")] = False,
 ) -> None:
     """Demonstrations -> SFT -> reward model -> critic -> rounds of generation and optimisation.
 
@@ -67,10 +70,11 @@ def rlhf(
     refuse; rebuild what depends on them; or keep what is finished and go on with the new ones. Running it again does
     only what is not done yet.
     """
+    keep_files_private()
     hide_expected_tracebacks()
     resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
     try:
-        run_pipeline(resolved, until=until, on_change=on_change, print_lines=_from_command_line)
+        run_pipeline(resolved, until=until, on_change=on_change, take_over=take_over, print_lines=_from_command_line)
     except RatchetError:
         again = f"prefect flow-run retry {flow_run.id}"
         get_run_logger().info(f"what was finished is kept; once the cause is gone, this goes on: {again}")
@@ -88,15 +92,20 @@ def resolve(config: str, *, overrides: dict[str, Any] | None, rounds: int | None
     return load_config(config, overrides=pairs)
 
 
-def run_pipeline(config: RunConfig, *, until: Until, on_change: OnChange, print_lines: bool) -> Report:
-    """Run what is not done yet. A damaged artifact is put aside and made again."""
+def run_pipeline(
+    config: RunConfig, *, until: Until, on_change: OnChange, print_lines: bool, take_over: bool = False
+) -> Report:
+    """Run what is not done yet. A damaged artifact is put aside and made again, a released one made again."""
     preflight(config, until=until)
-    with Run(config, display=Console(print_lines=print_lines)) as run:
+    with Run(config, display=Console(print_lines=print_lines), take_over=take_over) as run:
         run.display.say(f"run {run.name}: {run.directory}")
+        if run.lease.fenced is not None:
+            run.display.say(f"taken over from {run.lease.fenced}: it can commit nothing any more")
         begin(run, on_change=on_change)
         for line in machine_warnings(config.resources):
             run.display.say(line)
-        for _ in range(_REBUILDS):
+        rebuilds = 0
+        while rebuilds < _REBUILDS:
             try:
                 return pipeline(run, until=until)
             except DamagedArtifact as damaged:
@@ -104,6 +113,7 @@ def run_pipeline(config: RunConfig, *, until: Until, on_change: OnChange, print_
                 kept = store.move_to_quarantine(run.store, ref)
                 run.display.say(f"{damaged}; moved to {kept}; making it again")
                 run.outcomes.clear()
+                rebuilds += not isinstance(damaged, ReleasedArtifact)
     raise RatchetError(f"{_REBUILDS} damaged artifacts in one run; the disk under {run.store} is not to be trusted")
 
 
@@ -131,8 +141,9 @@ def _already_done(config: RunConfig, *, until: Until) -> bool:
 
 _EXIT_CODES = """\
 exit codes: 0 done; 2 configuration or data that cannot be used; 3 a check between stages failed; 4 an artifact is
-damaged; 5 another process holds the run; 75 workers were lost again and again; 130, 143 interrupted (SIGINT,
-SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and the same command goes on from there."""
+damaged; 5 another process holds the run; 69 a reward server stays away; 75 workers were lost again and again; 130, 143
+interrupted (SIGINT, SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and the same command goes
+on from there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +165,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="if data, base model, libraries or machine settings have changed since the run began: refuse (default); "
         "make again what depends on them; or keep what is finished and go on with the new ones, not bit-identical",
     )
+    parser.add_argument(
+        "--take-over", action="store_true", help="take the run from an owner that is stopped or out of reach"
+    )
     asked = parser.parse_args(arguments)
+    keep_files_private()
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
         config = load_config(asked.config, overrides=_overrides(asked))
@@ -165,10 +180,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             refuse_changes(config)
         _run_flow(asked, config)
     except (ConfigError, InputError) as error:
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        print("\n".join(f"error: {line}" for line in redact(str(error)).splitlines()), file=sys.stderr)
         return 2
     except RatchetError as error:
-        print(f"error: {error}\n{_GO_ON}", file=sys.stderr)
+        print(f"error: {redact(str(error))}\n{_GO_ON}", file=sys.stderr)
         return error.exit_code
     except BaseException as error:
         number = _signal_behind(error)
@@ -202,6 +217,7 @@ def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
             rounds=asked.rounds,
             seed=asked.seed,
             on_change=asked.on_change,
+            take_over=asked.take_over,
         )
 
 

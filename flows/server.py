@@ -16,6 +16,7 @@ import prefect
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from configs.secrets import redact
 from stages.artifacts.errors import InputError, RatchetError
 from stages.process import ChildProcess
 
@@ -37,7 +38,8 @@ def prefect_server(*, log: Path) -> Iterator[None]:
         with get_client(sync_client=True) as client:
             problem = client.api_healthcheck()
         if problem is not None:
-            raise InputError(f"PREFECT_API_URL: expected a Prefect server at {url}, found none ({problem})")
+            message = f"PREFECT_API_URL: expected a Prefect server at {url}, found none ({problem})"
+            raise InputError(redact(message))
         yield
         return
     server, url = _start(log)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from configs.base import Frozen
 from stages.artifacts.durable import canonical_json, digest_bytes
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 
 
 class Compute(Frozen):

@@ -20,15 +20,19 @@ from typing import Any, TextIO
 
 from pydantic import ValidationError
 
+from configs.secrets import RedactedStream, redact
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import write_manifest
+from stages.artifacts.private import keep_files_private
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
 from stages.workers import PoolSpec, WorkerPool
 
 Metrics = dict[str, float]
+_STAGES = Path(__file__).resolve().parent
 
 
 @dataclass
@@ -51,13 +55,15 @@ class Context:
 
 
 def load_job(path: Path) -> Job:
-    """Read a job.json as the job class of its stage. Raises InputError."""
+    """Read a job.json as the job class of its stage. Raises InputError; imports nothing that it names but a stage."""
     try:
         document = read_json(path)
         stage, version = document.pop("stage"), document.pop("version")
         fingerprint = document.pop("fingerprint")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputError(f"{path}: expected a job.json written by a flow, found {error!r}") from None
+    if not (isinstance(stage, str) and stage.isidentifier() and (_STAGES / stage / "job.py").is_file()):
+        raise InputError(f"{path}: expected the name of a stage, found {stage!r:.80}; run the flow again")
     module = importlib.import_module(f"stages.{stage}.job")
     job_class = next(
         c for c in vars(module).values() if isinstance(c, type) and issubclass(c, Job) and vars(c).get("STAGE") == stage
@@ -114,12 +120,13 @@ def serve(replies: TextIO, *, warm: str) -> None:
         try:
             reply({"done": execute(load_job(Path(order["job"])), context)})
         except DamagedArtifact as error:
-            reply({"error": error.kind, "message": str(error), "artifact": [error.stage, error.fingerprint]})
+            artifact = [error.stage, error.fingerprint]
+            reply({"error": error.kind, "message": redact(str(error)), "artifact": artifact})
         except RatchetError as error:
-            reply({"error": error.kind, "message": str(error)})
+            reply({"error": error.kind, "message": redact(str(error))})
         except Exception as error:
             traceback.print_exc()
-            reply({"error": "fatal", "message": f"{type(error).__name__}: {error}"})
+            reply({"error": "fatal", "message": redact(f"{type(error).__name__}: {error}")})
             break
 
 
@@ -133,10 +140,11 @@ def main(stage: str) -> None:
     parser.add_argument("job", type=Path, help="the job.json that the flow wrote, under <store>/runs/<run>/jobs/")
     parser.add_argument("--out", type=Path, help="run again into this new directory and compare")
     arguments = parser.parse_args()
+    keep_files_private()
     try:
         sys.exit(_by_hand(stage, arguments.job, arguments.out))
     except RatchetError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {redact(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
 
 
@@ -152,15 +160,15 @@ def _by_hand(stage: str, path: Path, out: Path | None) -> int:
     if out is not None and out.exists() and any(out.iterdir()):
         raise InputError(f"--out {out}: expected a new or empty directory")
     if out is None:
-        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}"):
+        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}") as lease:
             attempt = store.new_attempt(job)
             metrics, seconds = _run_in_workers(job, path, attempt)
-            store.commit(job, attempt, metrics=metrics, wall_seconds=seconds)
+            store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease])
         print(f"{job.ref} done in {seconds:.1f} s: {job.ref.path(job.store)}")
         return 0
     out.mkdir(parents=True, exist_ok=True)
     metrics, seconds = _run_in_workers(job, path, out)
-    made = store.write_manifest(job, out, metrics=metrics, wall_seconds=seconds)
+    made = write_manifest(job, out, metrics=metrics, wall_seconds=seconds)
     print(f"{job.ref} run again in {seconds:.1f} s: {out / layout.MANIFEST}")
     if done is None:
         return 0
@@ -188,6 +196,8 @@ def _worker() -> None:
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for reply lines")
     parser.add_argument("--warm", default="", help="modules to import before the first job")
     arguments = parser.parse_args()
+    keep_files_private()
+    sys.stdout, sys.stderr = RedactedStream(1), RedactedStream(2)
     with os.fdopen(arguments.replies, "w") as replies:
         serve(replies, warm=arguments.warm)
 

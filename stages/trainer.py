@@ -1,7 +1,4 @@
-"""The resident trainer: policy and critic under DeepSpeed, kept between jobs under the fingerprint of their state.
-
-compute_logprobs and update_policy both work on it. A cold one built from artifacts gives the same bits.
-"""
+"""The trainer: policy and critic under DeepSpeed with their optimizers. Knows not how a lost one is brought back."""
 
 from __future__ import annotations
 
@@ -28,23 +25,24 @@ from stages.program import Context
 from stages.update_policy.job import TrainerState, UpdateSettings
 
 Rows = Sequence[dict[str, Any]]
-_LIVE = "trainer"
 
 
 class Trainer:
     """Policy and, for PPO, critic, with their optimizers and the counters that belong to them.
 
-    optimizer_steps: made so far in this run. kl_coef: the adaptive controller's value.
+    origin: the fresh state that the rounds began with. optimizer_steps: made so far in this run. kl_coef: the
+    adaptive controller's value.
     """
 
-    def __init__(self, job: Job, settings: UpdateSettings, state: TrainerState) -> None:
+    def __init__(self, job: Job, settings: UpdateSettings, origin: TrainerState) -> None:
+        assert origin.is_fresh, "a trainer begins where the rounds began"
         model, resources = settings.model, settings.trainer
         self.settings = settings
         self.device = open_device(job.compute)
         self.optimizer_steps = 0
         self.kl_coef = settings.algorithm.kl_coef
         torch.manual_seed(seed_at(job.seed, "adapters"))
-        directory = open_artifact(job.store, state.policy)
+        directory = open_artifact(job.store, origin.policy)
         self.tokenizer = directory / "policy"
         self._language = load_policy(directory / "policy", dtype=model.dtype)
         _prepare(self._language, model)
@@ -57,8 +55,8 @@ class Trainer:
         )
         self.critic: TrainingEngine | None = None
         if isinstance(settings.algorithm, Ppo):
-            assert state.critic is not None, "ppo has a critic"
-            self._scalar = load_scalar_model(open_artifact(job.store, state.critic) / "critic", dtype=model.dtype)
+            assert origin.critic is not None, "ppo has a critic"
+            self._scalar = load_scalar_model(open_artifact(job.store, origin.critic) / "critic", dtype=model.dtype)
             if model.gradient_checkpointing:
                 self._scalar.gradient_checkpointing_enable({"use_reentrant": False})
             self.critic = TrainingEngine(
@@ -68,10 +66,9 @@ class Trainer:
                 dtype=model.dtype,
                 device=self.device,
             )
-        if not state.is_fresh:
-            self._resume(directory)
 
-    def _resume(self, directory: Path) -> None:
+    def load(self, directory: Path) -> None:
+        """Stand where the trainer stood that wrote `directory` with save()."""
         self.policy.load(directory / "trainer" / "policy")
         if self.critic is not None:
             self.critic.load(directory / "trainer" / "critic")
@@ -80,19 +77,30 @@ class Trainer:
         self.kl_coef = counters["kl_coef"]
 
     def save(self, out: Path, *, rank: int) -> None:
-        """Write policy/, critic/ and trainer/ under `out`. Every rank must call it."""
+        """Write the full state under `out`: trainer/ (DeepSpeed), trainer.json. Every rank must call it."""
         self.policy.save(out / "trainer" / "policy")
         if self.critic is not None:
             self.critic.save(out / "trainer" / "critic")
-            scalar = _own_names(self.critic.full_state())
-            if rank == 0:
-                write_model(scalar, like=self._scalar, tokenizer=self.tokenizer, directory=out / "critic")
+        if rank == 0:
+            self._write_counters(out)
+
+    def save_policy(self, out: Path, *, rank: int) -> None:
+        """Write policy/ and trainer.json under `out`. Every rank must call it."""
         state = _own_names(self.policy.full_state())
         if rank == 0:
             merged = merged_state(self._language, state)
             export_policy(merged, like=self._language, tokenizer=self.tokenizer, directory=out / "policy")
-            counters = {"optimizer_steps": self.optimizer_steps, "kl_coef": self.kl_coef}
-            write_json(out / "trainer.json", counters)
+            self._write_counters(out)
+
+    def save_critic(self, out: Path, *, rank: int) -> None:
+        """Write critic/ under `out`, where there is a critic. Every rank must call it."""
+        if self.critic is not None:
+            state = _own_names(self.critic.full_state())
+            if rank == 0:
+                write_model(state, like=self._scalar, tokenizer=self.tokenizer, directory=out / "critic")
+
+    def _write_counters(self, out: Path) -> None:
+        write_json(out / "trainer.json", {"optimizer_steps": self.optimizer_steps, "kl_coef": self.kl_coef})
 
     def split(self, rows: Rows, context: Context) -> list[Microbatch]:
         """This rank's microbatches of `rows` (with prompt_ids and completion_ids), balanced by tokens."""
@@ -112,32 +120,6 @@ class Trainer:
         assert self.critic is not None, "only ppo has a critic"
         scores_BL: torch.Tensor = self.critic(batch.input_ids_BL)
         return scores_BL[batch.select_BL]
-
-
-def resident_trainer(job: Job, settings: UpdateSettings, state: TrainerState, context: Context) -> Trainer:
-    """The live trainer if it stands at `state`, else a new one built from the artifacts of `state`."""
-    key = f"{state.policy}|{state.critic}|{settings.model_dump_json()}"
-    held = context.live.get(_LIVE)
-    if held is not None and held[0] == key:
-        trainer: Trainer = held[1]
-        return trainer
-    context.live.pop(_LIVE, None)
-    context.progress("loading trainer", 0, 1)
-    trainer = Trainer(job, settings, state)
-    context.live[_LIVE] = (key, trainer)
-    return trainer
-
-
-def advance_resident_trainer(job: Job, settings: UpdateSettings, trainer: Trainer, context: Context) -> None:
-    """Say that the live trainer now stands at the state that `job` makes."""
-    critic = job.ref if trainer.critic is not None else None
-    state = TrainerState(policy=job.ref, critic=critic)
-    context.live[_LIVE] = (f"{state.policy}|{state.critic}|{settings.model_dump_json()}", trainer)
-
-
-def drop_resident_trainer(context: Context) -> None:
-    """Forget the live trainer: its state is in doubt."""
-    context.live.pop(_LIVE, None)
 
 
 def _prepare(model: PreTrainedModel, config: ModelConfig) -> None:

@@ -18,12 +18,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, TransientError
+from stages.artifacts.errors import (
+    DamagedArtifact,
+    GateError,
+    InputError,
+    RatchetError,
+    ReleasedArtifact,
+    SourceUnavailable,
+    TransientError,
+)
 from stages.job import Job
 from stages.process import ChildProcess
+from stages.shelter import sheltered
 
 START_SECONDS = 180.0
-_ERRORS: dict[str, type[RatchetError]] = {"input": InputError, "gate": GateError, "transient": TransientError}
+_ERRORS: dict[str, type[RatchetError]] = {
+    error.kind: error for error in (InputError, GateError, SourceUnavailable, TransientError)
+}
 _WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -178,10 +189,9 @@ class WorkerPool:
         """The environment of one rank: pinned threads and seeds, nothing that phones home, loopback only."""
         spec = self.spec
         env = {
-            **os.environ,
+            **sheltered(os.environ, device=spec.device),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), str(Path.cwd()), os.environ.get("PYTHONPATH")])),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
             "PYTHONHASHSEED": "0",
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),
@@ -191,10 +201,6 @@ class WorkerPool:
             "LOCAL_RANK": str(rank) if spec.device == "cpu" else "0",
             "WORLD_SIZE": str(spec.ranks),
             "RATCHET_RENDEZVOUS": str(rendezvous),
-            "DO_NOT_TRACK": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }
@@ -252,9 +258,9 @@ class _Worker:
 def _error(message: dict[str, Any], worker: _Worker) -> RatchetError:
     """The error that a stage reported, as the class it was raised with."""
     kind, text = message["error"], message["message"]
-    if kind == "damaged":
+    if kind in ("damaged", "released"):
         stage, fingerprint = message["artifact"]
-        return DamagedArtifact(text, stage=stage, fingerprint=fingerprint)
+        return (DamagedArtifact if kind == "damaged" else ReleasedArtifact)(text, stage=stage, fingerprint=fingerprint)
     if kind in _ERRORS:
         return _ERRORS[kind](text)
     return RatchetError(f"{text}; log: {worker.log}")

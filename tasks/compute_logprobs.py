@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.compute_logprobs.job import ComputeLogprobs, Inputs, Parameters
 from stages.update_policy.job import TrainerState, UpdateSettings
 from tasks.launch import complete, stage_task

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import traceback
 
 from prefect.context import FlowRunContext
 from prefect.exceptions import MissingContextError
@@ -12,6 +13,7 @@ from prefect.logging import get_run_logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from configs.load import ConfigError
+from configs.secrets import redact
 from stages.artifacts.errors import RatchetError
 
 _QUIET_SECONDS = 15.0
@@ -19,12 +21,19 @@ _PREFECT_LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 
 
 class ExpectedErrors(logging.Filter):
-    """Takes the traceback off what Prefect logs about an error whose message says all that there is to say."""
+    """Takes the traceback off what Prefect logs about an error whose message says all that there is to say.
+
+    Takes secrets out of the message, and out of the tracebacks that stay.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Let every record through."""
         error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        record.msg, record.args = redact(record.getMessage()), ()
         if isinstance(error, ConfigError | RatchetError):
+            record.exc_info = record.exc_text = None
+        elif error is not None:
+            record.msg += "\n" + redact("".join(traceback.format_exception(error)))
             record.exc_info = record.exc_text = None
         return True
 
@@ -72,6 +81,7 @@ class Console:
     def say(self, line: str) -> None:
         """Print the line, and log it to Prefect inside a flow run."""
         self._last = time.monotonic()
+        line = redact(line)
         if self.print_lines:
             print(line, flush=True)
         if line and FlowRunContext.get() is not None:

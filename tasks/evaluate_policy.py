@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.evaluate_policy.job import EvaluatePolicy, Inputs, Parameters
 from tasks.generate_rollouts import generate_rollouts
 from tasks.launch import complete, stage_task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.generate_rollouts.job import GenerateRollouts, Inputs, Parameters
 from tasks.launch import complete, stage_task
 from tasks.run import Outcome, Run

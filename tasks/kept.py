@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json, remove, write_json
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 
 
 def committed_stages(directory: Path, *, store: Path) -> dict[str, ArtifactRef]:

@@ -18,6 +18,8 @@ from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json, write_json
 from stages.artifacts.errors import InputError, TransientError
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import Manifest
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from tasks.run import NotDone, Outcome, Run
 
@@ -75,13 +77,17 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
         write_json(path, job.document())
     reused = manifest is not None
     if manifest is None:
-        with Lease(layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}"):
-            manifest = store.verify(job.store, job.ref) or _make(run, job, label=label)
+        lock = layout.lock(job.store, job.STAGE, job.fingerprint)
+        with Lease(lock, what=f"artifact {job.ref}", take_over_from=run.lease.fenced) as lease:
+            manifest = store.verify(job.store, job.ref) or _make(run, job, label=label, lease=lease)
         run.display.settled(label)
+        run.announce_workers()
+    elif not run.replay:
+        store.clear_attempts(job)
     return _finish(run, job.ref, manifest, label=label, reused=reused)
 
 
-def _finish(run: Run, ref: store.ArtifactRef, manifest: store.Manifest, *, label: str, reused: bool) -> Outcome:
+def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reused: bool) -> Outcome:
     outcome = Outcome(
         label=label,
         ref=ref,
@@ -97,7 +103,7 @@ def _finish(run: Run, ref: store.ArtifactRef, manifest: store.Manifest, *, label
     return outcome
 
 
-def _make(run: Run, job: Job, *, label: str) -> store.Manifest:
+def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:
     """Launch, and launch again where a worker was lost, at most `resources.attempts` times; then commit."""
     attempts = run.config.resources.attempts
     pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
@@ -117,7 +123,8 @@ def _make(run: Run, job: Job, *, label: str) -> store.Manifest:
             run.display.say(f"{label}: attempt {number} of {attempts} lost: {error}; trying again")
             time.sleep(_BACKOFF_SECONDS * 2 ** (number - 1))
             continue
-        return store.commit(job, attempt, metrics=metrics, wall_seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        return store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease, run.lease])
     raise InputError(f"resources.attempts: expected at least 1, found {attempts}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from configs.sources import PolicySamplesSource
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
 from stages.label_preferences.job import Inputs, LabelPreferences, Parameters
 from tasks.generate_rollouts import generate_rollouts

@@ -12,7 +12,7 @@ from configs.schema import RunConfig
 from stages.artifacts import layout
 from stages.artifacts.durable import canonical_json, digest_bytes, write_json
 from stages.artifacts.lease import Lease
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
 from stages.workers import PoolSpec, WorkerPool
 from tasks.kept import kept_stages
@@ -63,11 +63,12 @@ def run_name(config: RunConfig) -> str:
 class Run:
     """An open run. As a context it holds the run directory's lease and ends its workers on the way out.
 
-    replay: only look things up; meeting anything unfinished raises NotDone. kept: finished stages that are taken as
-    they are, by label, whatever their recipe would be now.
+    replay: only look things up; meeting anything unfinished raises NotDone. take_over: take the run from an owner
+    that holds it still, and so is stopped or out of reach. kept: finished stages that are taken as they are, by label,
+    whatever their recipe would be now.
     """
 
-    def __init__(self, config: RunConfig, *, display: Display, replay: bool = False) -> None:
+    def __init__(self, config: RunConfig, *, display: Display, replay: bool = False, take_over: bool = False) -> None:
         self.config = config
         self.display = display
         self.replay = replay
@@ -78,11 +79,12 @@ class Run:
         self.outcomes: list[Outcome] = []
         self.started = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}
-        self._lease = Lease(self.directory / "lease", what=f"run {self.name}")
+        self._announced: dict[PoolSpec, float] = {}
+        self.lease = Lease(self.directory / "lease", what=f"run {self.name}", take_over=take_over)
 
     def __enter__(self) -> Run:
         if not self.replay:
-            self._lease.__enter__()
+            self.lease.__enter__()
             write_json(self.directory / "config.json", self.config.model_dump(mode="json"))
         return self
 
@@ -91,7 +93,7 @@ class Run:
     ) -> None:
         for pool in self._pools.values():
             pool.close() if kind is None else pool.kill()
-        self._lease.__exit__(kind, error, trace)
+        self.lease.__exit__(kind, error, trace)
 
     def pool(self, spec: PoolSpec) -> WorkerPool:
         """The resident workers of this kind; made, but not started, on the first call."""
@@ -99,6 +101,13 @@ class Run:
             logs, stall = self.directory / "logs", self.config.resources.stall_seconds
             self._pools[spec] = WorkerPool(spec, logs=logs, stall_seconds=stall)
         return self._pools[spec]
+
+    def announce_workers(self) -> None:
+        """Say of workers that were started since how long that took: a restart costs it, a resident worker does not."""
+        for spec, pool in self._pools.items():
+            if pool.start_seconds > 0.0 and self._announced.get(spec) != pool.start_seconds:
+                self._announced[spec] = pool.start_seconds
+                self.display.say(f"{spec.kind} ready after {pool.start_seconds:.1f} s")
 
     def release_trainer(self) -> None:
         """End the trainer on GPUs after a training stage: DeepSpeed does not free an engine in a live process."""

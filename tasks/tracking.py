@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ class Tracker:
             self._wandb = None
 
     def _start(self, *, offline: bool) -> Any:
+        if offline:  # wandb asks its server what telemetry it takes before it reads the mode given to init()
+            os.environ["WANDB_MODE"] = "offline"
         import wandb
 
         offline = offline or not wandb.login(prompt=False)

@@ -36,11 +36,24 @@ class DamagedArtifact(RatchetError):
         self.fingerprint = fingerprint
 
 
+class ReleasedArtifact(DamagedArtifact):
+    """A committed artifact whose files were deleted by the retention rule; the rollouts give it back."""
+
+    kind = "released"
+
+
 class LeaseHeld(RatchetError):
     """Somebody else is at work on the same run or artifact."""
 
     exit_code = 5
     kind = "held"
+
+
+class SourceUnavailable(RatchetError):
+    """A reward source stayed away for as long as it was allowed to: the same command goes on once it is back."""
+
+    exit_code = 69
+    kind = "unavailable"
 
 
 class TransientError(RatchetError):

@@ -4,6 +4,9 @@ from pathlib import Path
 
 MANIFEST = "manifest.json"
 JOB = "job.json"
+RELEASED = "released.json"
+SNAPSHOTS = "snapshots"
+KEY_ID = "key_id"
 
 
 def artifact(store: Path, stage: str, fingerprint: str) -> Path:

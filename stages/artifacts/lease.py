@@ -1,4 +1,9 @@
-"""One owner per run directory and per artifact: flock and an owner file. A dead owner's lease is free at once."""
+"""One owner per run directory and per artifact: flock, an owner file, a fencing number. A dead owner's lease is free.
+
+The kernel frees the lock when the owner dies, however it dies, so no stale lock needs a person. An owner that is
+stopped, or on a host that nobody reaches, can be taken over from: the number grows, and the old owner, should it wake
+up, finds at its next commit that the lease is no longer its own.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +12,122 @@ import json
 import os
 import socket
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from stages.artifacts.errors import LeaseHeld
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lease. number: the fencing number, one higher with each owner."""
+
+    host: str
+    pid: int
+    since: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host} since {self.since}"
+
+    def is_process_of(self, other: Owner) -> bool:
+        """Whether both are one process."""
+        return (self.host, self.pid) == (other.host, other.pid)
+
+
 class Lease:
     """Exclusive ownership of `path`, for as long as this process lives and the context is open.
 
-    The kernel frees the lock when the owner dies, however it dies, so no stale lock needs a person.
+    may_take_over: whom this owner may take the lease from although it is held. `fenced` is who lost it, if anybody.
     """
 
-    def __init__(self, path: Path, *, what: str) -> None:
+    def __init__(self, path: Path, *, what: str, take_over: bool = False, take_over_from: Owner | None = None) -> None:
         self.path = path
         self.what = what
+        self.fenced: Owner | None = None
+        self._take_over = take_over
+        self._take_over_from = take_over_from
         self._file: int | None = None
+        self._mine: Owner | None = None
 
     def __enter__(self) -> Lease:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(descriptor, 4096, 0).decode(errors="replace").strip() or "an owner that left no name"
-            os.close(descriptor)
-            raise LeaseHeld(f"{self.what} is held by {owner}; wait for it to end, or end it") from None
-        mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(mine).encode(), 0)
-        self._file = descriptor
+        while self._file is None:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = _read(descriptor)
+                os.close(descriptor)
+                self._wrest(owner)
+                break
+            if not self._is_at_path(descriptor):
+                os.close(descriptor)  # taken over between open and flock: look again
+                continue
+            self._sign(descriptor, after=_read(descriptor))
         return self
+
+    def _wrest(self, owner: Owner | None) -> None:
+        """Put a new lease file in the place of the held one. Raises LeaseHeld if that is not allowed."""
+        allowed = self._take_over or (
+            owner is not None and self._take_over_from is not None and owner.is_process_of(self._take_over_from)
+        )
+        if not allowed:
+            raise LeaseHeld(
+                f"{self.what} is held by {owner or 'an owner that left no name'}; wait for it to end, or end it. If it "
+                "is stopped for good, or on a host that cannot be reached: --take-over"
+            )
+        guard = os.open(self.path.with_name(f"{self.path.name}.take-over"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self.path.open("rb") as file:
+                now = _read(file.fileno())
+            if now != owner:
+                raise LeaseHeld(f"{self.what} was taken over by {now} a moment ago")
+            fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
+            descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._sign(descriptor, after=owner)
+            os.replace(fresh, self.path)
+            self.fenced = owner
+        except BlockingIOError:
+            raise LeaseHeld(f"{self.what} is being taken over by another process") from None
+        finally:
+            os.close(guard)
+
+    def _sign(self, descriptor: int, *, after: Owner | None) -> None:
+        mine = Owner(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            since=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            number=after.number + 1 if after else 1,
+        )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(asdict(mine)).encode(), 0)
+        self._file, self._mine = descriptor, mine
+
+    def _is_at_path(self, descriptor: int) -> bool:
+        try:
+            there = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        here = os.fstat(descriptor)
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+    def require(self) -> None:
+        """Raise LeaseHeld if somebody has taken the lease over: nothing may be committed under it any more."""
+        assert self._file is not None, "the lease is not open"
+        if self._is_at_path(self._file) and _read(self._file) == self._mine:
+            return
+        try:
+            with self.path.open("rb") as file:
+                owner = _read(file.fileno())
+        except FileNotFoundError:
+            owner = None
+        raise LeaseHeld(
+            f"{self.what} was taken over by {owner or 'somebody'} while this process was away; it commits nothing more"
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -45,3 +135,14 @@ class Lease:
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _read(descriptor: int) -> Owner | None:
+    """Who is written in a lease file; None if nobody is, or nobody that can be read."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+        return Owner(
+            host=str(found["host"]), pid=int(found["pid"]), since=str(found["since"]), number=int(found["number"])
+        )
+    except (ValueError, KeyError, TypeError):
+        return None

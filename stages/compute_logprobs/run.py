@@ -15,7 +15,8 @@ from stages.compute_logprobs.job import ComputeLogprobs
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.models.language import TokenLogprobs, load_policy
 from stages.program import Context, Metrics
-from stages.trainer import Trainer, resident_trainer
+from stages.recovery import resident_trainer
+from stages.trainer import Trainer
 
 Row = dict[str, Any]
 

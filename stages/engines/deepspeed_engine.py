@@ -120,6 +120,10 @@ class TrainingEngine:
                 state[name] = tensor.detach().cpu().clone()
         return state
 
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier()
+
     def save(self, directory: Path) -> None:
         """Write parameters, optimizer moments and counters of this rank; returns when all ranks have."""
         self._engine.save_checkpoint(str(directory), tag=_TAG, save_latest=False)

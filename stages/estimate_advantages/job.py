@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from configs.algorithms import Algorithm
 from configs.base import Frozen
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from stages.update_policy.job import TrainerState
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from configs.base import Frozen
 from configs.resources import GeneratorResources
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 
 

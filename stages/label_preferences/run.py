@@ -11,8 +11,9 @@ from typing import Any
 
 from stages.artifacts import schemas
 from stages.artifacts.errors import InputError
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import by_key, read_rows, same_keys, write_table
-from stages.artifacts.store import ArtifactRef, open_artifact
+from stages.artifacts.store import open_artifact
 from stages.label_preferences.job import LabelPreferences
 from stages.program import Context
 

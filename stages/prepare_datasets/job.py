@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from configs.base import Frozen
 from configs.models import FromScratch, Pretrained
+from configs.rewards import SETTINGS_OF_ASKING
 from configs.sources import DataConfig
 from stages.job import Job
 
@@ -31,6 +32,11 @@ class PrepareDatasets(Job):
     STAGE: ClassVar[str] = "prepare_datasets"
     VERSION: ClassVar[int] = 1
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(
-        {"parameters.data.prompts.path", "parameters.data.demonstrations.path", "parameters.data.preferences.path"}
+        {
+            "parameters.data.prompts.path",
+            "parameters.data.demonstrations.path",
+            "parameters.data.preferences.path",
+            *(f"parameters.data.preferences.judge.*.{name}" for name in SETTINGS_OF_ASKING),
+        }
     )
     parameters: Parameters

@@ -7,9 +7,10 @@ import types
 from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from configs.rewards import FunctionSource, RewardSource, VerifierSource
+from configs.rewards import FunctionSource, HttpSource, RewardSource, VerifierSource
 from stages.artifacts.errors import InputError
 from stages.rewards.code import code_digest
+from stages.rewards.http import check_http_source
 from stages.rewards.verifiers import VERIFIERS
 
 RESERVED_NAMES = frozenset({"total", "completion_tokens", "samples"})
@@ -20,14 +21,18 @@ _TRIAL_ANSWER = "1: 1"
 
 
 def validate_options(source: RewardSource) -> None:
-    """Refuse an unknown option, a value of the wrong type or range, or a function that cannot be found.
+    """Refuse an unknown option, a value of the wrong type or range, a function that cannot be found, or a server's
+    token that is not there.
 
-    Nothing of the user's is executed. Raises InputError naming the source, the option and what was expected.
+    Nothing of the user's is executed, and no server asked. Raises InputError naming the source, the option and what
+    was expected.
     """
     if source.name in RESERVED_NAMES:
         raise InputError(f"reward source {source.name!r}: expected a name other than {sorted(RESERVED_NAMES)}")
     if isinstance(source, FunctionSource):
         code_digest(source.function)
+    if isinstance(source, HttpSource):
+        check_http_source(source)
     if not isinstance(source, VerifierSource):
         return
     where = f"reward source {source.name!r} (verifier {source.verifier})"

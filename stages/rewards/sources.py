@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from configs.rewards import FunctionSource, VerifierSource
+from configs.rewards import LARGEST_REWARD, FunctionSource, VerifierSource
 from stages.artifacts.errors import GateError, InputError
 from stages.rewards.code import code_digest
 from stages.rewards.options import validate_options
@@ -20,9 +20,6 @@ from stages.rewards.verifiers import NEEDS_ANSWER, VERIFIERS
 __all__ = ["code_digest", "load_function", "rule_rewards", "validate_options"]
 
 Row = Mapping[str, Any]
-LARGEST_REWARD = 3.4e38
-"""float32, in which rewards are stored, holds no more."""
-
 _loaded: dict[str, str] = {}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from configs.base import Frozen
-from configs.rewards import RewardSource
-from stages.artifacts.store import ArtifactRef
+from configs.rewards import SETTINGS_OF_ASKING, RewardSource
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 
 
@@ -33,5 +33,6 @@ class ScoreRollouts(Job):
 
     STAGE: ClassVar[str] = "score_rollouts"
     VERSION: ClassVar[int] = 1
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset(f"parameters.sources.*.{name}" for name in SETTINGS_OF_ASKING)
     inputs: Inputs
     parameters: Parameters

@@ -1,4 +1,6 @@
-"""Rollouts and reward sources -> rewards-00000.arrow. Rules are run here; the reward model through stages.models."""
+"""Rollouts and reward sources -> rewards-00000.arrow. Rules are run here, the reward model through stages.models, and
+servers are asked through stages.rewards.http.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from configs.rewards import RewardModelSource, RewardSource
+from configs.rewards import HttpSource, RewardModelSource
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import GateError, InputError
@@ -16,8 +18,10 @@ from stages.artifacts.schemas import REWARDS, ROLLOUTS
 from stages.artifacts.shards import by_key, read_rows, write_table
 from stages.artifacts.store import open_artifact
 from stages.program import Context
+from stages.rewards.http import http_rewards
 from stages.rewards.options import validate_options
 from stages.rewards.sources import rule_rewards
+from stages.score_rollouts.answers import AnswersOfAttempt
 from stages.score_rollouts.job import ScoreRollouts
 
 TOTAL = "total"
@@ -40,10 +44,17 @@ def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
     sources = job.parameters.sources
     for source in sources:
         validate_options(source)
+    answers = {s.name: AnswersOfAttempt(context.out, source=s.name) for s in sources if isinstance(s, HttpSource)}
     rewards: dict[str, list[float]] = {}
     for done, source in enumerate(sources):
         context.progress("sources", done, len(sources))
-        rewards[source.name] = [_float32(value) for value in _score(source, rollouts, job=job, context=context)]
+        if isinstance(source, HttpSource):
+            found = http_rewards(source, rollouts, kept=answers[source.name], on_progress=context.progress)
+        elif isinstance(source, RewardModelSource):
+            found = _score_by_model(source, rollouts, job=job, context=context)
+        else:
+            found = rule_rewards(source, rollouts, digest=job.parameters.code.get(source.name))
+        rewards[source.name] = [_float32(value) for value in found]
     context.progress("sources", len(sources), len(sources))
     rewards[TOTAL] = [
         _float32(math.fsum(source.weight * rewards[source.name][i] for source in sources)) for i in range(len(rollouts))
@@ -55,17 +66,11 @@ def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
         for source, values in rewards.items()
     ]
     write_table(layout.shard(context.out, "rewards", 0), rows, REWARDS)
+    for kept in answers.values():
+        kept.clear()
     return {f"{name}_mean": fmean(values) for name, values in rewards.items()} | {
         f"{name}_std": pstdev(values) for name, values in rewards.items()
     }
-
-
-def _score(
-    source: RewardSource, rollouts: list[dict[str, Any]], *, job: ScoreRollouts, context: Context
-) -> list[float]:
-    if isinstance(source, RewardModelSource):
-        return _score_by_model(source, rollouts, job=job, context=context)
-    return rule_rewards(source, rollouts, digest=job.parameters.code.get(source.name))
 
 
 def _score_by_model(

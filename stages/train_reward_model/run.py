@@ -24,6 +24,7 @@ from stages.models.language import write_model
 from stages.models.scalar import TokenScores, head_digest, load_scalar_model, score_sequences
 from stages.program import Context, Metrics
 from stages.rewards.statistics import wilson_interval
+from stages.snapshots import StageSnapshots
 from stages.train_reward_model.job import TrainRewardModel
 
 Row = dict[str, Any]
@@ -69,8 +70,10 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
     settings = job.parameters.reward_model
     generator = torch.Generator()
     per_epoch = max(1, len(pairs) // settings.batch_size)
-    num_steps, figures = settings.epochs * per_epoch, []
-    for step in range(num_steps):
+    num_steps = settings.epochs * per_epoch
+    snapshots = StageSnapshots(job, context, every=settings.snapshot_every, total=num_steps)
+    first, figures = snapshots.resume(engine)
+    for step in range(first, num_steps):
         epoch, index = divmod(step, per_epoch)
         generator.manual_seed(seed_at(job.seed, job.STAGE, "order", epoch))
         order = torch.randperm(len(pairs), generator=generator).tolist()
@@ -89,6 +92,7 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
         engine.step(batches, loss_of, rate=learning_rate(settings.optimizer, step=step, num_steps=num_steps))
         value = sum_over_ranks(total)[0]
         figures.append({"round_index": -1, "stage": job.STAGE, "step": step, "metric": "train_loss", "value": value})
+        snapshots.after(step + 1, engine, figures)
         context.progress("optimizer steps", step + 1, num_steps)
     return figures
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from configs.base import Frozen
 from configs.models import ModelConfig, SftConfig
 from configs.resources import TrainerResources
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 
 

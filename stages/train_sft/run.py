@@ -21,6 +21,7 @@ from stages.models.adapters import add_adapters, merged_state
 from stages.models.batches import Microbatch, TokenBatch, microbatches
 from stages.models.language import TokenLogprobs, base_model, export_policy
 from stages.program import Context, Metrics
+from stages.snapshots import StageSnapshots
 from stages.train_sft.job import TrainSft
 
 Row = dict[str, Any]
@@ -80,8 +81,9 @@ def step_rows(rows: list[Row], *, step: int, batch_size: int, seed: int, stage: 
 
 def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, context: Context) -> list[dict[str, Any]]:
     rows = read_rows(data, "demonstrations_train", schemas.DEMONSTRATIONS)
-    figures = []
-    for step in range(sft.steps):
+    snapshots = StageSnapshots(job, context, every=sft.snapshot_every, total=sft.steps)
+    first, figures = snapshots.resume(engine)
+    for step in range(first, sft.steps):
         batch_rows = step_rows(rows, step=step, batch_size=sft.batch_size, seed=job.seed, stage=job.STAGE)
         batches = _microbatches(job, batch_rows, context)
         num_tokens = sum(len(row["completion_ids"]) for row in batch_rows)
@@ -99,6 +101,7 @@ def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, co
         engine.step(batches, loss_of, rate=rate)
         value = sum_over_ranks(total)[0]
         figures.append({"round_index": -1, "stage": job.STAGE, "step": step, "metric": "train_loss", "value": value})
+        snapshots.after(step + 1, engine, figures)
         context.progress("optimizer steps", step + 1, sft.steps)
     return figures
 

@@ -1,4 +1,4 @@
-"""Contract of update_policy: rollouts and advantages -> policy_{k+1}, critic_{k+1}, trainer state_{k+1}."""
+"""Contract of update_policy: rollouts and advantages -> policy_{k+1}; the trainer now stands at state_{k+1}."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs.algorithms import Algorithm
 from configs.base import Frozen
 from configs.models import ModelConfig
 from configs.resources import TrainerResources
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 
 
@@ -16,6 +16,7 @@ class TrainerState(Frozen):
     """Where the trainer stands: after an update, or fresh from policy_0 (and critic_0).
 
     policy: train_sft or update_policy. critic: initialize_critic, or the same update_policy; None without one.
+    After an update it is a name, not a file: snapshots and redo (stages.recovery) give the state back.
     """
 
     policy: ArtifactRef
@@ -53,10 +54,10 @@ class Parameters(Frozen):
 
 
 class UpdatePolicy(Job):
-    """Writes policy/, critic/ (with a critic), trainer/ (DeepSpeed state), trainer.json, metrics-00000.arrow."""
+    """Writes policy/, trainer.json (counters, adaptive KL coefficient), metrics-00000.arrow."""
 
     STAGE: ClassVar[str] = "update_policy"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
     inputs: Inputs
     parameters: Parameters

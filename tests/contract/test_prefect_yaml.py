@@ -59,6 +59,7 @@ def test_the_flow_takes_what_the_readme_says() -> None:
         "rounds",
         "seed",
         "on_change",
+        "take_over",
     ]
 
 

@@ -22,7 +22,7 @@ from flows.report import Report
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json, write_json
 from stages.artifacts.errors import InputError
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.prepare_datasets.job import PrepareDatasets
 from tasks.display import Lines
 from tasks.kept import committed_stages

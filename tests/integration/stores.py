@@ -26,8 +26,9 @@ from configs.rewards import VerifierSource
 from configs.sources import DataConfig, FileSource, SortDigitsSource
 from stages.artifacts import layout, schemas, store
 from stages.artifacts.durable import digest_file, write_json
+from stages.artifacts.manifest import Manifest
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import read_rows, write_table
-from stages.artifacts.store import ArtifactRef, Manifest
 from stages.job import Compute, Job
 from stages.prepare_datasets.digests import source_digests
 from stages.update_policy.job import TrainerState, UpdateSettings
@@ -149,7 +150,9 @@ class House:
         """The rows of an artifact."""
         return read_rows(ref.path(self.store), kind, schemas.ALL[kind.partition("_")[0]])
 
-    def sft(self, *, tied: bool = True, steps: int = 60, batch_size: int = 16, **trainer: Any) -> sft_contract.TrainSft:
+    def sft(
+        self, *, tied: bool = True, steps: int = 60, batch_size: int = 16, snapshot_every: int = 100, **trainer: Any
+    ) -> sft_contract.TrainSft:
         """policy_0."""
         resources = TrainerResources(**{"threads": 1, **trainer})
         return sft_contract.TrainSft(
@@ -159,7 +162,7 @@ class House:
             inputs=sft_contract.Inputs(data=self.data),
             parameters=sft_contract.Parameters(
                 model=ModelConfig(base=base(tied=tied)),
-                sft=SftConfig(steps=steps, batch_size=batch_size, optimizer=FAST),
+                sft=SftConfig(steps=steps, batch_size=batch_size, optimizer=FAST, snapshot_every=snapshot_every),
                 trainer=resources,
             ),
         )

@@ -6,8 +6,11 @@ by about 1e-7, which Adam can magnify where a gradient is near zero: 2e-6 is a h
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from configs.models import Lora
-from stages.artifacts.errors import InputError
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts import layout, store
+from stages.artifacts.errors import GateError
+from stages.artifacts.manifest import Manifest
+from stages.artifacts.reference import ArtifactRef
+from stages.job import Job
+from stages.snapshot_trainer.job import SnapshotTrainer
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
 from tests.integration.stores import GRPO, PPO, House, hashes, settings
 
@@ -54,8 +61,9 @@ def two_updates(house: House, chosen: UpdateSettings, state: TrainerState) -> Up
     if chosen.algorithm.name == "grpo":
         state = TrainerState(policy=state.policy)
     first = house.update(chosen, state, **house.written_round(version=state.policy.fingerprint))
-    critic = house.make(first) if state.critic is not None else None
-    after = TrainerState(policy=house.make(first), critic=critic)
+    house.make(first)
+    house.make(SnapshotTrainer.after(first))
+    after = TrainerState(policy=first.ref, critic=first.ref if state.critic is not None else None)
     round_1 = house.written_round(version=first.fingerprint, seed=1)
     return Updates(first, house.update(chosen, after, **round_1, round_index=1))
 
@@ -68,7 +76,25 @@ def updates(house: House, fresh_models: dict[bool, TrainerState]) -> dict[str, U
         tied = chosen.model.base.tied_embeddings  # type: ignore[union-attr]
         made[name] = two_updates(house, chosen, fresh_models[tied])
         house.make(made[name].second)
+        house.make(SnapshotTrainer.after(made[name].second))
     return made
+
+
+@contextmanager
+def without(house: House, jobs: Sequence[Job]) -> Iterator[None]:
+    """Have some artifacts not be there for a while."""
+    paths = [job.ref.path(house.store) for job in jobs]
+    away = [path.rename(house.store / f"away-{index}") for index, path in enumerate(paths)]
+    try:
+        yield
+    finally:
+        for here, there in zip(away, paths, strict=True):
+            here.rename(there)
+
+
+def holder(job: UpdatePolicy, part: str) -> ArtifactRef:
+    """What holds a model after an update: a critic is part of the snapshot."""
+    return job.ref if part == "policy" else SnapshotTrainer.after(job).ref
 
 
 def weights(house: House, ref: ArtifactRef, part: str = "policy") -> dict[str, torch.Tensor]:
@@ -87,7 +113,7 @@ def test_the_same_step_for_any_ranks_and_zero_stage(house: House, updates: dict[
     start = weights(house, found.first.inputs.state.policy)
     for expected, made in ((reference.first, found.first), (reference.second, found.second)):
         for part in ("policy", "critic"):
-            ours, theirs = weights(house, made.ref, part), weights(house, expected.ref, part)
+            ours, theirs = weights(house, holder(made, part), part), weights(house, holder(expected, part), part)
             assert largest_difference(ours, theirs) < SAME_STEP, (name, part)
         ours_said, theirs_said = house.manifest(made.ref).metrics, house.manifest(expected.ref).metrics
         for metric in ("policy_loss", "policy_grad_norm", "critic_grad_norm", "value_loss", "entropy", "kl_to_old"):
@@ -103,50 +129,107 @@ def test_the_same_step_for_small_and_large_microbatches(
     """16 tokens: a row each, so with 2 ranks and 5 or 6 rows one rank also gets a filler."""
     state, rounds = fresh_models[False], house.written_round(version=fresh_models[False].policy.fingerprint)
     small = settings(PPO, tied=False, ranks=ranks, zero_stage=1, max_tokens_per_microbatch=16)
-    made = house.make(house.update(small, state, **rounds))
+    made = house.update(small, state, **rounds)
+    house.make(made)
+    house.make(SnapshotTrainer.after(made))
     for part in ("policy", "critic"):
-        expected = weights(house, updates["1 ranks, ZeRO 1"].first.ref, part)
-        assert largest_difference(weights(house, made, part), expected) < SAME_STEP
+        expected = weights(house, holder(updates["1 ranks, ZeRO 1"].first, part), part)
+        assert largest_difference(weights(house, holder(made, part), part), expected) < SAME_STEP
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_fresh_process_makes_the_same_bits_from_the_saved_state(
     house: House, updates: dict[str, Updates], ranks: int
 ) -> None:
-    """Weights, optimizer moments, counters: every file of the second update, for every ZeRO stage."""
+    """From the first update's snapshot: policy, moments, counters after the second, for every ZeRO stage."""
     different: list[str] = []
     with house.pools.fresh("trainer", ranks=ranks) as pool:
         for name, chosen in CASES.items():
             if chosen.trainer.ranks == ranks:
-                job = updates[name].second
-                again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
-                different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
+                for job in (updates[name].second, SnapshotTrainer.after(updates[name].second)):
+                    again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
+                    different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
     assert different == []
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_snapshot_the_rollouts_lead_to_the_same_bits(
+    house: House, updates: dict[str, Updates], ranks: int
+) -> None:
+    """Redo: the second snapshot is made again from the fresh models and two rounds of files, nothing else."""
+    different: list[str] = []
+    with house.pools.fresh("trainer", ranks=ranks) as pool:
+        for name, chosen in CASES.items():
+            if chosen.trainer.ranks != ranks:
+                continue
+            snapshots = [SnapshotTrainer.after(job) for job in (updates[name].first, updates[name].second)]
+            committed = hashes(snapshots[1].ref.path(house.store))
+            with without(house, snapshots):
+                again = house.again(snapshots[1], pool=pool)
+            different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
+    assert different == []
+
+
+def test_a_redo_that_leads_elsewhere_stops_the_run(house: House, updates: dict[str, Updates]) -> None:
+    """The committed policy is replaced by another one, properly signed: what redo checks is the policy itself."""
+    job = updates["1 ranks, ZeRO 1"].first
+    path = job.ref.path(house.store) / layout.MANIFEST
+    kept = path.read_bytes()
+    document = json.loads(kept)
+    document["files"]["policy/model.safetensors"]["sha256"] = "0" * 64
+    path.write_text(json.dumps(Manifest.model_validate(document).signed().model_dump(mode="json")))
+    snapshots = [SnapshotTrainer.after(made) for made in (job, updates["1 ranks, ZeRO 1"].second)]
+    with without(house, snapshots), house.pools.fresh("trainer") as pool, pytest.raises(GateError) as caught:
+        try:
+            house.again(snapshots[1], pool=pool)
+        finally:
+            path.write_bytes(kept)
+    assert f"redo of {job.ref} (round 0) gave another policy/model.safetensors" in str(caught.value)
+
+
+def test_sft_resumes_inside_the_stage_to_the_same_bits(house: House, tmp_path: Path) -> None:
+    """Killed after step 20 of 30 with a snapshot each 8 steps: the next attempt begins at step 16."""
+    job = house.sft(steps=30, batch_size=8, snapshot_every=8)
+    store_job = job.model_copy(update={"seed": 18})
+
+    class Killed(Exception):
+        pass
+
+    def kill(what: str, done: int, total: int) -> None:
+        if what == "optimizer steps" and done >= 20:
+            raise Killed
+
+    seen: list[str] = []
+    attempt = store.new_attempt(store_job)
+    with house.pools.fresh("trainer") as pool, pytest.raises(Killed):
+        house.run(store_job, attempt, pool=pool, progress=kill)
+    again = store.new_attempt(store_job)
+    with house.pools.fresh("trainer") as pool:
+        house.run(store_job, again, pool=pool, progress=lambda what, done, _: seen.append(f"{what} {done}"))
+        undisturbed = house.again(store_job, pool=pool)
+    assert seen[0] == "resuming from a snapshot at step 16" or "resuming from a snapshot at step 24" in seen[0]
+    assert hashes(again) == undisturbed
+
+
 @pytest.mark.parametrize(("saved", "now"), [(2, 1), (1, 2)])
-def test_another_number_of_ranks_goes_on_from_the_saved_state(
+def test_another_number_of_ranks_goes_on_from_the_snapshot(
     house: House, updates: dict[str, Updates], saved: int, now: int
 ) -> None:
-    """Moments and master weights too: without them the second update would end elsewhere."""
-    worst = 0.0
-    for stage in (0, 1, 2):
+    """Moments and master weights too: without them the second update would end elsewhere. ZeRO 3 redoes the first."""
+    worst, redone = 0.0, []
+    for stage in (0, 1, 2, 3):
         first, expected = updates[f"{saved} ranks, ZeRO {stage}"].first, updates[f"{now} ranks, ZeRO {stage}"].second
         state = TrainerState(policy=first.ref, critic=first.ref)
         round_1 = house.written_round(version=first.fingerprint, seed=1)
-        made = house.make(house.update(CASES[f"{now} ranks, ZeRO {stage}"], state, **round_1, round_index=1))
-        for part in ("policy", "critic"):
-            worst = max(worst, largest_difference(weights(house, made, part), weights(house, expected.ref, part)))
-    print(f"R23: {saved} -> {now} ranks, ZeRO 0 to 2: weights differ by at most {worst:.1e} (one step is 2e-4)")
-    assert worst < SAME_STEP
-
-
-def test_zero_3_state_of_other_ranks_is_refused(house: House, updates: dict[str, Updates]) -> None:
-    first = updates["2 ranks, ZeRO 3"].first
-    state = TrainerState(policy=first.ref, critic=first.ref)
-    round_1 = house.written_round(version=first.fingerprint, seed=1)
-    with pytest.raises(InputError, match=r"resources\.trainer\.ranks: expected 2, .*zero_stage 3, found 1"):
-        house.make(house.update(CASES["1 ranks, ZeRO 3"], state, **round_1, round_index=1))
+        job = house.update(CASES[f"{now} ranks, ZeRO {stage}"], state, **round_1, round_index=1)
+        seen: set[str] = set()
+        attempt = store.new_attempt(job)
+        house.run(job, attempt, progress=lambda what, done, total: seen.add(what))  # noqa: B023
+        redone += [stage] if "redoing updates" in seen else []
+        made = load_file(attempt / "policy" / "model.safetensors")
+        worst = max(worst, largest_difference(made, weights(house, expected.ref)))
+    print(f"R23: {saved} -> {now} ranks, ZeRO 0 to 3: weights differ by at most {worst:.1e} (one step is 2e-4)")
+    assert worst < SAME_STEP and redone == [3]
 
 
 def test_sft_on_two_ranks_is_sft_on_one(house: House) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from configs.models import Lora, ModelConfig, Optimizer
 from configs.resources import TrainerResources
 from stages.artifacts.errors import GateError, InputError
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from stages.models.adapters import add_adapters, merged_state
 from stages.models.batches import Microbatch, TokenBatch, microbatches

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from configs.algorithms import Grpo, Ppo
 from stages.artifacts import store
 from stages.artifacts.errors import TransientError
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.compute_logprobs.job import ComputeLogprobs
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
 from tests.integration.stores import GRPO, PPO, House, Row, hashes, settings

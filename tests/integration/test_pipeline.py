@@ -25,6 +25,7 @@ PPO_STAGES = (
     "compute_logprobs",
     "estimate_advantages",
     "update_policy",
+    "snapshot_trainer",
     "evaluate_policy",
 )
 
@@ -54,7 +55,7 @@ def run_directory(finished: Result, store: Path) -> Path:
 
 def test_every_stage_ran_and_the_summary_says_what_came_of_it(finished: Result, run_directory: Path) -> None:
     made = finished.made()
-    assert len(made) == 36, made
+    assert len(made) == 37, made
     assert {label.split("-")[-1] for label in made} == set(PPO_STAGES)
     summary = json.loads((run_directory / "summary.json").read_text())
     assert [row["round"] for row in summary["rounds"]] == [-1, 0, 1, 2]
@@ -117,6 +118,24 @@ def test_killed_in_round_2_it_ends_with_the_same_policy(
     assert "round-001-generate_rollouts" in again.reused()
     assert not {label for label in again.made() if label.startswith(("prep", "train", "init", "round-000"))}
     assert expected in again.out
+
+
+def test_how_often_snapshots_are_made_changes_no_bit(finished: Result, store: Path, tmp_path: Path, home: Path) -> None:
+    """After every round against after the last alone: the same artifacts, and two snapshots more."""
+    often = run_flow(TINY_PPO, tmp_path, "--set", "rounds.snapshot_every=1", home=home)
+    assert often.code == 0, often.out + often.err
+
+    def files(root: Path) -> dict[str, str]:
+        manifests = [json.loads(p.read_text()) for p in (root / "artifacts").glob("*/*/manifest.json")]
+        return {f"{m['stage']}/{m['fingerprint']}/{n}": e["sha256"] for m in manifests for n, e in m["files"].items()}
+
+    seldom, more = files(store), files(tmp_path)
+    labels = [label for label in often.made() if "snapshot" in label]
+    assert labels == [f"round-00{index}-snapshot_trainer" for index in range(3)]
+    common = seldom.keys() & more.keys()
+    assert {name for name in common if seldom[name] != more[name]} == set()
+    assert sum(name.startswith("snapshot_trainer/") for name in common) >= 5
+    assert {name.partition("/")[0] for name in more.keys() - seldom.keys()} == {"snapshot_trainer"}
 
 
 def test_a_failed_stage_is_resumed_by_the_same_command(

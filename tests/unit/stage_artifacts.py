@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 
 from stages.artifacts import layout
 from stages.artifacts.durable import canonical_json
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.schemas import LOGPROBS, REWARDS, ROLLOUTS
 from stages.artifacts.shards import write_table
-from stages.artifacts.store import ArtifactRef, commit, new_attempt
+from stages.artifacts.store import commit, new_attempt
 from stages.job import Job
 from stages.program import Context
 

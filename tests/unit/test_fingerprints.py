@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from configs.algorithms import Grpo, Ppo
 from configs.models import FromScratch, Lora, ModelConfig, Pretrained, RewardModelConfig, SftConfig
 from configs.resources import GeneratorResources, TrainerResources
-from configs.rewards import FunctionSource, RewardModelSource, VerifierSource
+from configs.rewards import FunctionSource, HttpSource, RewardModelSource, VerifierSource
 from configs.sources import DataConfig, FileSource, PolicySamplesSource, SortDigitsSource
-from stages.artifacts.store import ArtifactRef
+from stages.artifacts.reference import ArtifactRef
 from stages.compute_logprobs import job as compute_logprobs
 from stages.estimate_advantages import job as estimate_advantages
 from stages.evaluate_policy import job as evaluate_policy
@@ -28,6 +28,7 @@ from stages.job import Compute, Job
 from stages.label_preferences import job as label_preferences
 from stages.prepare_datasets import job as prepare_datasets
 from stages.score_rollouts import job as score_rollouts
+from stages.snapshot_trainer import job as snapshot_trainer
 from stages.train_reward_model import job as train_reward_model
 from stages.train_sft import job as train_sft
 from stages.update_policy import job as update_policy
@@ -43,6 +44,7 @@ SOURCES = (
     RewardModelSource(clip=5.0),
     VerifierSource(verifier="length", options={"target": 9}),
     FunctionSource(function="rules:mine"),
+    HttpSource(url="http://scorer/score", clip=5.0, token_env="TOKEN"),
 )
 SETTINGS = [UpdateSettings(model=m, algorithm=a, trainer=TRAINER) for m, a in zip(MODELS, ALGORITHMS, strict=True)]
 FILES = FileSource(path="a.jsonl", revision="main", columns={"prompt": "question"}, limit=9)
@@ -127,6 +129,11 @@ def examples() -> Iterator[Job]:
             inputs=update_policy.Inputs(rollouts=REF, logprobs=REF, advantages=REF, state=STATE),
             parameters=update_policy.Parameters(round_index=1, temperature=1.0, settings=settings),
         )
+        yield snapshot_trainer.SnapshotTrainer(
+            **common,
+            inputs=snapshot_trainer.Inputs(state=STATE),
+            parameters=snapshot_trainer.Parameters(settings=settings),
+        )
 
 
 JOBS = list(examples())
@@ -157,7 +164,8 @@ WORDS = (
     "cpu",
     "cuda",
 )
-MORE_WORDS = ("length", "keywords", "always", "truncate_left", "messages", "rules:other", "z", "cpu", "answer")
+MORE_WORDS = ("length", "keywords", "always", "truncate_left", "messages", "rules:other", "z", "cpu", "answer", "OTHER")
+ANOTHER_FINGERPRINT = "b" * 32
 
 
 def others(value: Any) -> list[Any]:
@@ -170,7 +178,7 @@ def others(value: Any) -> list[Any]:
         case float():
             return [value / 2, value + 0.125, 0.0]
         case str():
-            return [f"{value}x", *(word for word in (*WORDS, *MORE_WORDS) if word != value)]
+            return [f"{value}x", ANOTHER_FINGERPRINT, *(word for word in (*WORDS, *MORE_WORDS) if word != value)]
         case None:
             return [1, 0.5, "x", {}]
         case _:
@@ -199,9 +207,14 @@ def _at(tree: Any, path: Path_) -> Any:
 
 
 def is_excluded(job: Job, path: Path_) -> bool:
-    dotted = ".".join(str(part) for part in path)
     names = {"store", "compute.gpus", *job.EXCLUDED}
-    return any(dotted == name or dotted.startswith(f"{name}.") for name in names)
+    return any(_is_within(path, name.split(".")) for name in names)
+
+
+def _is_within(path: Path_, name: list[str]) -> bool:
+    """Whether `path` is the field `name`, or below it; `*` stands for every item of a list."""
+    pairs = zip(name, path, strict=False)
+    return len(path) >= len(name) and all(part == "*" or part == str(found) for part, found in pairs)
 
 
 def test_there_is_an_example_of_every_job() -> None:
@@ -269,3 +282,19 @@ def test_stage_and_version_count() -> None:
     other = type("Other", (type(job),), {"STAGE": "another"})
     prints = {kind.model_validate(job.model_dump()).fingerprint for kind in (type(job), newer, other)}
     assert len(prints) == 3
+
+
+def test_how_a_server_is_asked_does_not_count_and_which_one_does() -> None:
+    held_by = set()
+    for job in JOBS:
+        document = job.model_dump(mode="json")
+        parameters = document.get("parameters", {})
+        judge = ((parameters.get("data") or {}).get("preferences") or {}).get("judge", [])
+        for source in (*parameters.get("sources", []), *judge):
+            if source["kind"] == "http":
+                source |= {"batch_size": 1, "timeout_seconds": 1.0, "budget_seconds": 1.0, "token_env": None}
+                assert type(job).model_validate(document).fingerprint == job.fingerprint
+                source |= {"url": "http://scorer/another"}
+                assert type(job).model_validate(document).fingerprint != job.fingerprint
+                held_by.add(job.STAGE)
+    assert held_by == {"score_rollouts", "prepare_datasets"}

@@ -10,8 +10,8 @@ import pytest
 
 from stages.artifacts import schemas, store
 from stages.artifacts.errors import InputError
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import read_rows, write_table
-from stages.artifacts.store import ArtifactRef
 from stages.job import Job
 from stages.label_preferences.job import Inputs, LabelPreferences, Parameters
 from stages.label_preferences.run import eos_of, make_pairs, run

@@ -12,9 +12,9 @@ import pytest
 from configs.algorithms import Algorithm, Grpo, Ppo
 from stages.artifacts.durable import write_json
 from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.schemas import ADVANTAGES
 from stages.artifacts.shards import read_rows
-from stages.artifacts.store import ArtifactRef
 from stages.estimate_advantages.job import EstimateAdvantages, Inputs, Parameters
 from stages.estimate_advantages.run import run
 from stages.program import Context

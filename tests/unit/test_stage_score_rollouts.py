@@ -14,9 +14,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from configs.rewards import FunctionSource, RewardModelSource, RewardSource, VerifierSource
 from stages.artifacts.durable import write_json
 from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.schemas import REWARDS
 from stages.artifacts.shards import read_rows
-from stages.artifacts.store import ArtifactRef
 from stages.program import Context
 from stages.rewards.code import code_digest
 from stages.score_rollouts.job import Inputs, Parameters, ScoreRollouts

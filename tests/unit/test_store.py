@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-from stages.artifacts import layout, store
-from stages.artifacts.errors import DamagedArtifact, LeaseHeld
+from stages.artifacts import durable, layout, store
+from stages.artifacts.errors import DamagedArtifact, GateError, LeaseHeld, ReleasedArtifact
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import Manifest
 from stages.artifacts.shards import adopt, seal
-from stages.job import Job
-
-
-class Toy(Job):
-    STAGE: ClassVar[str] = "toy"
-    VERSION: ClassVar[int] = 3
-    word: str = "a"
+from tests.unit.toys import Toy, committed
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Toy:
     return Toy(store=tmp_path, seed=1)
-
-
-def committed(job: Job) -> Path:
-    attempt = store.new_attempt(job)
-    (attempt / "deep").mkdir()
-    (attempt / "deep" / "weights").write_bytes(b"weights")
-    (attempt / "rows").write_bytes(b"rows")
-    store.commit(job, attempt, metrics={"loss": 0.5}, wall_seconds=1.0)
-    return job.ref.path(job.store)
 
 
 # Commit
@@ -57,23 +45,20 @@ def test_the_manifest_says_what_is_there_and_how_it_was_made(job: Toy) -> None:
 def test_the_manifest_is_written_last_then_renamed(job: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order that makes a crash harmless: every file flushed, manifest, one rename, the parent flushed."""
     calls: list[str] = []
-
-    def noted(module: Any, name: str, what: Any) -> None:
-        original = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, **k: (calls.append(what(*a)), original(*a, **k))[1])
-
-    noted(store, "sync_file", lambda path: f"sync {path.name}")
-    noted(store, "sync_directory", lambda path: f"sync {path.name}/")
-    noted(store, "write_json", lambda path, value: f"write {path.name}")
-    noted(store.os, "rename", lambda source, target: f"rename {source.name} to {target.parent.name}/{len(target.name)}")
+    monkeypatch.setattr(durable, "before_operation", lambda what, path: calls.append(f"{what} {path.name[-20:]}"))
     committed(job)
-    assert calls == [
-        "sync weights",
-        "sync rows",
-        "sync deep/",
+    name = job.fingerprint[-20:]
+    assert [call for call in calls if not call.startswith("mkdir")] == [
+        "fsync weights",
+        "fsync rows",
+        "fsync deep",
         "write manifest.json",
-        "rename 0001 to toy/32",
-        "sync toy/",
+        f"fsync {f'.manifest.json.{os.getpid()}.tmp'[-20:]}",
+        "rename manifest.json",
+        "fsync 0001",
+        f"rename {name}",
+        "fsync toy",
+        f"unlink {name}",
     ]
 
 
@@ -82,7 +67,7 @@ def test_a_crash_before_the_rename_leaves_nothing_committed(job: Toy, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store.os, "rename", crash)
+        patch.setattr(store, "rename", crash)
         committed(job)
     assert store.verify(job.store, job.ref) is None
     assert [p.name for p in layout.attempts(job.store, "toy", job.fingerprint).iterdir()] == ["0001"]
@@ -128,13 +113,16 @@ DAMAGE = {
     "expected a manifest, found none": lambda path: (path / layout.MANIFEST).unlink(),
     "expected a manifest, found Expecting value": lambda path: (path / layout.MANIFEST).write_bytes(b""),
     "expected a manifest, found 1 validation error": lambda path: edit(path, metrics="none"),
-    "expected the manifest of toy/": lambda path: edit(path, fingerprint="0" * 32),
+    "expected the manifest of toy/": lambda path: edit(path, resign=True, fingerprint="0" * 32),
+    "the signature does not match": lambda path: edit(path, metrics={"loss": 0.4}),
 }
 
 
-def edit(path: Path, **fields: Any) -> None:
-    document = json.loads((path / layout.MANIFEST).read_text())
-    (path / layout.MANIFEST).write_text(json.dumps(document | fields))
+def edit(path: Path, *, resign: bool = False, **fields: Any) -> None:
+    document = json.loads((path / layout.MANIFEST).read_text()) | fields
+    if resign:
+        document = Manifest.model_validate(document).signed().model_dump(mode="json")
+    (path / layout.MANIFEST).write_text(json.dumps(document))
 
 
 @pytest.mark.parametrize("message", DAMAGE)
@@ -161,6 +149,72 @@ def test_every_flipped_bit_is_found(job: Toy) -> None:
         os.utime(path, ns=(bit, bit))
         with pytest.raises(DamagedArtifact, match="sha256"):
             store.verify(job.store, job.ref)
+
+
+def test_an_edit_that_keeps_size_and_time_is_found_in_the_same_process(job: Toy) -> None:
+    path = committed(job) / "rows"
+    assert store.verify(job.store, job.ref) is not None
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(b"rOws")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DamagedArtifact, match="sha256"):
+        store.verify(job.store, job.ref)
+
+
+def test_a_link_in_the_place_of_a_file_is_damage(job: Toy, tmp_path: Path) -> None:
+    path = committed(job) / "rows"
+    elsewhere = tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    with pytest.raises(DamagedArtifact, match="rows"):
+        store.verify(job.store, job.ref)
+
+
+def test_what_is_made_again_must_be_what_it_was(job: Toy) -> None:
+    path = committed(job)
+    (path / "rows").write_bytes(b"rOws")
+    kept = store.move_to_quarantine(job.store, job.ref)
+    attempt = store.new_attempt(job)
+    (attempt / "rows").write_bytes(b"others")
+    with pytest.raises(GateError, match="was made again and differs in deep/weights"):
+        store.commit(job, attempt, metrics={}, wall_seconds=0.0)
+    assert store.verify(job.store, job.ref) is None and kept.exists()
+    committed(job)
+    assert store.verify(job.store, job.ref) is not None
+
+
+# Release
+
+
+def test_a_released_artifact_counts_as_done_and_cannot_be_opened(job: Toy) -> None:
+    path = committed(job)
+    assert store.can_release(job.store, job.ref)
+    assert store.release(job.store, job.ref) == len(b"weights")
+    assert not (path / "deep").exists() and (path / "rows").read_bytes() == b"rows"
+    assert store.verify(job.store, job.ref) is not None
+    assert store.is_released(job.store, job.ref) and not store.can_release(job.store, job.ref)
+    with pytest.raises(ReleasedArtifact, match="made again from the rollouts"):
+        store.open_artifact(job.store, job.ref)
+    store.move_to_quarantine(job.store, job.ref)
+    committed(job)
+    assert store.open_artifact(job.store, job.ref) == path
+
+
+def test_a_release_that_died_half_way_is_finished_by_the_next(job: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = committed(job)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store, "remove", _interrupt)
+        store.release(job.store, job.ref)
+    assert (path / "deep").exists() and store.verify(job.store, job.ref) is not None
+    with pytest.raises(ReleasedArtifact):
+        store.open_artifact(job.store, job.ref)
+    store.release(job.store, job.ref)
+    assert not (path / "deep").exists()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 # Shards
@@ -225,8 +279,8 @@ def test_a_held_lease_names_its_owner(tmp_path: Path) -> None:
         with pytest.raises(LeaseHeld) as caught, Lease(tmp_path / "lock", what="artifact toy/1"):
             pass
         message = str(caught.value)
-        assert message.startswith("artifact toy/1 is held by ") and f'"pid": {os.getpid()}' in message
-        assert '"host"' in message and '"since"' in message and caught.value.exit_code == 5
+        assert message.startswith("artifact toy/1 is held by ") and f"pid {os.getpid()} on " in message
+        assert " since 20" in message and caught.value.exit_code == 5
     with Lease(tmp_path / "lock", what="artifact toy/1"):
         pass
 
@@ -235,6 +289,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from stages.artifacts.lease import Lease
+from stages.artifacts.manifest import Manifest
 with Lease(Path(sys.argv[1]), what="it"):
     print("held", flush=True)
     time.sleep(60)
@@ -252,9 +307,69 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_lease_of_a_dead_owner_is_free_at_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(LeaseHeld, match=f'"pid": {holder.pid}'), Lease(tmp_path / "lock", what="it"):
+    with pytest.raises(LeaseHeld, match=f"pid {holder.pid} on "), Lease(tmp_path / "lock", what="it"):
         pass
     holder.kill()
     holder.wait()
     with Lease(tmp_path / "lock", what="it"):
         assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
+
+
+def test_a_lease_that_was_taken_over_commits_nothing_more(job: Toy, tmp_path: Path) -> None:
+    """The paused owner, seen from inside: it holds its flock still, and finds at the commit that it is fenced off."""
+    attempt = store.new_attempt(job)
+    (attempt / "rows").write_bytes(b"rows")
+    with Lease(tmp_path / "lock", what="run r") as old:
+        old.require()
+        with Lease(tmp_path / "lock", what="run r", take_over=True) as new:
+            assert new.fenced is not None and new.fenced.pid == os.getpid()
+            new.require()
+            with pytest.raises(LeaseHeld, match="run r was taken over by pid"):
+                store.commit(job, attempt, metrics={}, wall_seconds=0.0, leases=[old])
+            assert store.verify(job.store, job.ref) is None
+            with pytest.raises(LeaseHeld, match="held by"), Lease(tmp_path / "lock", what="run r"):
+                pass
+            store.commit(job, attempt, metrics={}, wall_seconds=0.0, leases=[new])
+        with pytest.raises(LeaseHeld, match="commits nothing more"):
+            old.require()
+    assert json.loads((tmp_path / "lock").read_text())["number"] == 2
+    with Lease(tmp_path / "lock", what="run r") as third:
+        third.require()
+    assert json.loads((tmp_path / "lock").read_text())["number"] == 3
+
+
+def test_what_a_fenced_owner_was_making_goes_to_the_one_who_took_over(tmp_path: Path) -> None:
+    run, artifact = tmp_path / "run", tmp_path / "artifact"
+    with (
+        Lease(run, what="run r"),
+        Lease(artifact, what="artifact a"),
+        Lease(run, what="run r", take_over=True) as taken,
+    ):
+        assert taken.fenced is not None
+        other = dataclasses.replace(taken.fenced, pid=1)
+        with pytest.raises(LeaseHeld), Lease(artifact, what="artifact a", take_over_from=other):
+            pass
+        with Lease(artifact, what="artifact a", take_over_from=taken.fenced):
+            pass
+
+
+def test_a_stopped_owner_is_taken_over_from_and_wakes_up_fenced(tmp_path: Path) -> None:
+    script = HOLD.replace('what="it"):', 'what="it") as it:')
+    script = script.replace("time.sleep(60)", "sys.stdin.readline()\n    it.require()")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "lock")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert owner.stdout is not None and owner.stdout.readline() == "held\n"
+    owner.send_signal(signal.SIGSTOP)
+    with pytest.raises(LeaseHeld, match=f"pid {owner.pid} on .* --take-over"), Lease(tmp_path / "lock", what="it"):
+        pass
+    with Lease(tmp_path / "lock", what="it", take_over=True):
+        owner.send_signal(signal.SIGCONT)
+        _, said = owner.communicate("go on\n", timeout=20)
+    assert owner.returncode == 1
+    assert f"it was taken over by pid {os.getpid()}" in said

@@ -17,13 +17,21 @@ from pathlib import Path
 import pytest
 
 from stages import workers
-from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, TransientError
+from stages.artifacts.errors import (
+    DamagedArtifact,
+    GateError,
+    InputError,
+    RatchetError,
+    SourceUnavailable,
+    TransientError,
+)
 from stages.workers import PoolSpec, WorkerPool
 
 # A worker that speaks the protocol of stages.program; what it does is what the order's `job` says.
 WORKER = """
 import json, os, signal, subprocess, sys, time
-from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, TransientError
+from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, SourceUnavailable
+from stages.artifacts.errors import TransientError
 import stages.program as program
 
 def execute(words, context):
@@ -53,6 +61,8 @@ def execute(words, context):
             raise GateError("not finite")
         case "transient":
             raise TransientError("the server went away")
+        case "unavailable":
+            raise SourceUnavailable("the reward server stays away")
         case "damaged":
             raise DamagedArtifact("one file", stage="toy", fingerprint="abc")
         case "ratchet":
@@ -131,6 +141,7 @@ ERRORS = {
     "input": (InputError, "^a bad row$"),
     "gate": (GateError, "^not finite$"),
     "transient": (TransientError, "^the server went away$"),
+    "unavailable": (SourceUnavailable, "^the reward server stays away$"),
     "damaged": (DamagedArtifact, "^one file$"),
     "ratchet": (RatchetError, "something else; log: .*trainer-0.log"),
     "bug": (RatchetError, "KeyError: 'oops'; log: .*trainer-0.log"),

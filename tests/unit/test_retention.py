@@ -1,0 +1,111 @@
+"""The retention rule: what is superseded, what another run names, and what gc says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from configs.schema import Retention
+from console.__main__ import main
+from stages.artifacts import layout, store
+from stages.artifacts.durable import write_json
+from stages.artifacts.lease import Lease
+from stages.artifacts.reference import ArtifactRef
+from stages.job import Job
+from tasks.retention import release_superseded, superseded
+from tests.unit.toys import committed
+
+
+class Update(Job):
+    """A policy of a round."""
+
+    STAGE: ClassVar[str] = "update_policy"
+    VERSION: ClassVar[int] = 1
+    round_index: int
+
+
+class Snapshot(Update):
+    """A trainer state of a round."""
+
+    STAGE: ClassVar[str] = "snapshot_trainer"
+
+
+def names(refs: list[ArtifactRef], known: dict[ArtifactRef, str]) -> list[str]:
+    return [known[ref] for ref in refs]
+
+
+def rounds(path: Path, run: str, count: int) -> dict[ArtifactRef, str]:
+    """A run of `count` rounds, in the store and in the run's directory; what each artifact is, by name."""
+    known = {}
+    write_json(layout.run_directory(path, run) / "config.json", {"retention": {"snapshots": 1, "policies": 2}})
+    for index in range(count):
+        for kind in (Update, Snapshot):
+            job = kind(store=path, seed=1, round_index=index)
+            if store.verify(path, job.ref) is None:
+                committed(job)
+            label = f"round-{index:03d}-{job.STAGE}"
+            write_json(layout.run_job(layout.run_directory(path, run), label), job.document())
+            known[job.ref] = label
+    return known
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
+    known = rounds(tmp_path, "a", 4)
+    refs = list(known)
+    assert names(superseded(refs, retention=Retention(snapshots=1), best=None), known) == [
+        "round-000-snapshot_trainer",
+        "round-001-snapshot_trainer",
+        "round-002-snapshot_trainer",
+    ]
+    rule = Retention(snapshots=9, policies=1)
+    assert names(superseded(refs, retention=rule, best=refs[2]), known) == [
+        "round-000-update_policy",
+        "round-002-update_policy",
+    ]
+
+
+def test_what_another_run_names_is_kept(tmp_path: Path) -> None:
+    known = rounds(tmp_path, "a", 4)
+    rounds(tmp_path, "b", 2)
+    freed = release_superseded(tmp_path, "a", list(known), retention=Retention(snapshots=1, policies=1), best=None)
+    released = {name for ref, name in known.items() if store.is_released(tmp_path, ref)}
+    assert released == {"round-002-snapshot_trainer", "round-002-update_policy"}
+    assert freed == 2 * len(b"weights")
+    again = release_superseded(tmp_path, "a", list(known), retention=Retention(snapshots=1, policies=1), best=None)
+    assert again == 0
+
+
+def test_gc_frees_by_the_rule_and_leaves_a_live_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = rounds(tmp_path, "a", 4)
+    best = next(ref for ref, name in known.items() if name == "round-001-update_policy")
+    (layout.run_directory(tmp_path, "a") / "best").symlink_to(best.path(tmp_path) / "policy")
+    unfinished = store.new_attempt(Update(store=tmp_path, seed=2, round_index=9))
+    (unfinished / "half").write_bytes(b"half")
+    with Lease(layout.run_directory(tmp_path, "a") / "lease", what="run a"):
+        assert main(["gc", "--store", str(tmp_path), "--dry-run"]) == 0
+        assert "left alone: run a is held by pid" in capsys.readouterr().out
+    assert main(["gc", "--store", str(tmp_path), "--dry-run"]) == 0
+    assert "would be freed" in capsys.readouterr().out and unfinished.exists()
+    assert main(["gc", "--store", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "a: 4 superseded models" in said and "unfinished update_policy/" in said
+    assert not unfinished.exists()
+    kept = {name for ref, name in known.items() if not store.is_released(tmp_path, ref)}
+    assert kept == {f"round-00{i}-update_policy" for i in (1, 2, 3)} | {"round-003-snapshot_trainer"}
+    assert main(["gc", "--store", str(tmp_path / "none")]) == 2
+
+
+def test_verify_walks_back_and_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = rounds(tmp_path, "a", 1)
+    path = next(iter(known)).path(tmp_path)
+    assert main(["verify", str(path / "deep")]) == 0
+    assert "1 artifacts, 2 files" in capsys.readouterr().out
+    (path / "rows").write_bytes(b"rOws")
+    assert main(["verify", str(path)]) == 4
+    assert "differs: damaged artifact update_policy/" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "expected a path inside an artifact" in capsys.readouterr().err
+    assert json.loads((path / layout.MANIFEST).read_text())["stage"] == "update_policy"
