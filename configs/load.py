@@ -39,10 +39,25 @@ def load_config(path: str | Path, *, overrides: Sequence[str] | Mapping[str, Any
         raise ConfigError("\n".join(f"{path}: {redact(line)}" for line in explain(error))) from None
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key may stand once: a second one would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping at `node`. Raises ConstructorError."""
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+
 def explain(error: ValidationError) -> list[str]:
     """One line per fault: dotted key, what was expected, what was found."""
-    lines = []
-    for fault in error.errors():
+    lines, faults = [], error.errors()
+    for fault in faults:
+        if fault["type"] == "too_short" and any(_is_below(other["loc"], fault["loc"]) for other in faults):
+            continue  # the list is short only because an item of it is wrong
         key = ".".join(str(part) for part in fault["loc"]) or "config"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "union_tag_not_found":
@@ -56,6 +71,10 @@ def explain(error: ValidationError) -> list[str]:
     return lines
 
 
+def _is_below(key: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
+    return len(key) > len(parent) and key[: len(parent)] == parent
+
+
 def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself through {' -> '.join(str(p) for p in seen)}")
@@ -66,7 +85,7 @@ def _read(path: Path, *, seen: tuple[Path, ...]) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        tree = yaml.safe_load(text)
+        tree = _Loader(text).get_single_data()
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

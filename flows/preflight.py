@@ -2,45 +2,105 @@
 
 from __future__ import annotations
 
-import os
+import re
+import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from configs.rewards import FunctionSource, HttpSource, RewardSource, VerifierSource
+from configs.models import Pretrained
 from configs.schema import RunConfig
-from configs.sources import PolicySamplesSource
+from configs.sources import PolicySamplesSource, SortDigitsSource
+from flows.estimate import check_disk
+from flows.floors import check_versions
+from flows.machine import check_machine
 from stages.artifacts import layout
 from stages.artifacts.errors import InputError
+from stages.artifacts.model_directory import refuse_unsafe_model
 from stages.artifacts.private import require_own_store
 from stages.artifacts.signing import require_key_of
 from stages.prepare_datasets.digests import source_digests
-from stages.rewards.code import code_digest
+from stages.prepare_datasets.files import file_sources, locate
 from stages.rewards.options import validate_options
+from tasks.kept import committed_stages
+from tasks.run import run_name
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
-def preflight(config: RunConfig) -> None:
-    """Raise InputError for what can be known to fail: missing data, unknown rewards, a store that is not writable."""
-    check_store(config)
-    source_digests(config.data, layout.digest_cache(Path(config.store).resolve()))
+def preflight(config: RunConfig, *, until: str = "policy") -> None:
+    """Raise InputError, a line per fault and all faults at once, for what can be known to fail.
+
+    until: where the run stops.
+    """
+    store = Path(config.store).resolve()
     judge = config.data.preferences.judge if isinstance(config.data.preferences, PolicySamplesSource) else ()
-    for source in (*config.rewards, *config.evaluation.rewards, *judge):
-        _check_source(source)
+    faults = _faults(lambda: check_store(config))
+    cache = None if faults else layout.digest_cache(store)
+    faults += _faults(
+        check_versions,
+        lambda: check_machine(config.resources),
+        lambda: _check_data(config, cache),
+        lambda: _check_counts(config),
+        lambda: _check_model(config),
+        *(partial(validate_options, source) for source in (*config.rewards, *config.evaluation.rewards, *judge)),
+    )
+    if not faults:
+        done = committed_stages(layout.run_directory(store, run_name(config)), store=store)
+        faults = _faults(lambda: check_disk(config, done=frozenset(done), until=until))
+    if faults:
+        raise InputError("\n".join(dict.fromkeys(faults)))
 
 
 def check_store(config: RunConfig) -> None:
-    """Raise InputError unless artifacts can be written to the store. Makes the directory."""
+    """Raise InputError unless artifacts can be written to the store. Makes the directory, and tries with a file."""
     store = Path(config.store)
     try:
         store.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=store) as probe:
+            probe.write(bytes(4096))
+            probe.flush()
     except OSError as error:
-        raise InputError(f"store {store}: expected a directory that can be written, found: {error.strerror}") from None
-    if not os.access(store, os.W_OK | os.X_OK):
-        raise InputError(f"store {store}: expected a directory that can be written; it is not writable")
+        reason = error.strerror or error
+        raise InputError(f"store {store}: expected a directory that can be written, found: {reason}") from None
     require_own_store(store)
     require_key_of(store)
 
 
-def _check_source(source: RewardSource) -> None:
-    if isinstance(source, VerifierSource | HttpSource):
-        validate_options(source)
-    elif isinstance(source, FunctionSource):
-        code_digest(source.function)
+def _faults(*checks: Callable[[], object]) -> list[str]:
+    faults: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except InputError as error:
+            faults += str(error).splitlines()
+    return faults
+
+
+def _check_data(config: RunConfig, cache: Path | None) -> None:
+    """Hash the input files, so that the stages need not; where that cannot be remembered, only look for them."""
+    if cache is not None:
+        source_digests(config.data, cache)
+        return
+    for role, source in file_sources(config.data).items():
+        if not source.hub:
+            locate(source, role=role)
+
+
+def _check_model(config: RunConfig) -> None:
+    base = config.model.base
+    if not isinstance(base, Pretrained):
+        return
+    directory = Path(base.path).expanduser()
+    if directory.is_dir():
+        refuse_unsafe_model(directory)
+    elif not _HUB_ID.fullmatch(base.path):
+        raise InputError(f"model.base.path: expected a directory or a hub id, found no directory {base.path}")
+
+
+def _check_counts(config: RunConfig) -> None:
+    """Refuse a round of more prompts than there can be; how many there are exactly is known once they are read."""
+    prompts, need = config.data.prompts, config.rounds.prompts_per_round
+    most = prompts.rows if isinstance(prompts, SortDigitsSource) else prompts.limit
+    if most is not None and need > most:
+        raise InputError(f"rounds.prompts_per_round: expected at most {most}, which data.prompts has, found {need}")

@@ -19,6 +19,7 @@ from prefect.context import FlowRunContext
 from prefect.runtime import deployment
 
 from configs.rewards import RewardModelSource
+from flows.changes import not_bit_identical
 from flows.round import RoundResult
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json, write_bytes, write_json
@@ -93,6 +94,8 @@ class Report:
             "best_round": best[0] if best else None,
             "final_policy": str(self.policy_of(max(self.states))) if self.states else None,
             "final_policy_sha256": policy_digest(self.policy_of(max(self.states))) if self.states else None,
+            "bit_reproducible": not not_bit_identical(self.run.directory),
+            "not_bit_identical": not_bit_identical(self.run.directory),
         }
 
     def _show(self, row: Row) -> None:
@@ -211,6 +214,8 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
         f"run {run.name}: {len(run.outcomes)} stages, {len(fresh)} run now, {len(run.outcomes) - len(fresh)} already "
         f"done, {time.monotonic() - run.started:.1f} s"
     )
+    if reasons := not_bit_identical(run.directory):
+        lines.append(f"not bit-identical: {'; '.join(reasons)}")
     if reward_model is not None:
         exam = reward_model.metrics
         lines.append(

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
@@ -23,6 +24,8 @@ from pydantic import Field
 from configs.load import ConfigError, load_config
 from configs.schema import RunConfig
 from configs.secrets import redact
+from flows.changes import OnChange, begin, refuse_changes
+from flows.machine import machine_warnings
 from flows.pipeline import Until, pipeline
 from flows.preflight import check_store, preflight
 from flows.report import Report
@@ -32,7 +35,7 @@ from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, R
 from stages.artifacts.private import keep_files_private
 from stages.artifacts.reference import ArtifactRef
 from tasks.display import Console, Lines, hide_expected_tracebacks
-from tasks.run import NotDone, Run
+from tasks.run import NotDone, Run, run_name
 
 _REBUILDS = 8
 
@@ -45,7 +48,7 @@ def _flow_run_name() -> str:
         config = resolve(given["config"], overrides=given["overrides"], rounds=given["rounds"], seed=given["seed"])
     except ConfigError:  # the flow is about to say so itself
         return f"{os.path.splitext(os.path.basename(str(given['config'])))[0]}{until}"
-    return f"{Run(config, display=Lines(), replay=True).name}{until}"
+    return f"{run_name(config)}{until}"
 
 
 @flow(name="rlhf", flow_run_name=_flow_run_name, persist_result=False)
@@ -55,18 +58,23 @@ def rlhf(
     until: Until = "policy",
     rounds: Annotated[int | None, Field(ge=1, description="how many rounds, instead of the configuration's")] = None,
     seed: Annotated[int | None, Field(ge=0, lt=2**31, description="instead of the configuration's")] = None,
+    on_change: Annotated[OnChange, Field(description="what happens if an input has changed since the run began")] = (
+        "refuse"
+    ),
     take_over: Annotated[bool, Field(description="from an owner that is stopped or out of reach")] = False,
 ) -> None:
     """Demonstrations -> SFT -> reward model -> critic -> rounds of generation and optimisation.
 
     config: a YAML file. overrides: dotted keys and values, such as {"algorithm.kl_coef": 0.02}. until: where to
-    stop. Running it again does only what is not done yet.
+    stop. on_change: if data, base model, libraries or the machine's settings have changed since the run began:
+    refuse; rebuild what depends on them; or keep what is finished and go on with the new ones. Running it again does
+    only what is not done yet.
     """
     keep_files_private()
     hide_expected_tracebacks()
     resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
     try:
-        run_pipeline(resolved, until=until, print_lines=_from_command_line, take_over=take_over)
+        run_pipeline(resolved, until=until, on_change=on_change, take_over=take_over, print_lines=_from_command_line)
     except RatchetError:
         again = f"prefect flow-run retry {flow_run.id}"
         get_run_logger().info(f"what was finished is kept; once the cause is gone, this goes on: {again}")
@@ -84,13 +92,18 @@ def resolve(config: str, *, overrides: dict[str, Any] | None, rounds: int | None
     return load_config(config, overrides=pairs)
 
 
-def run_pipeline(config: RunConfig, *, until: Until, print_lines: bool, take_over: bool = False) -> Report:
+def run_pipeline(
+    config: RunConfig, *, until: Until, on_change: OnChange, print_lines: bool, take_over: bool = False
+) -> Report:
     """Run what is not done yet. A damaged artifact is put aside and made again, a released one made again."""
-    preflight(config)
+    preflight(config, until=until)
     with Run(config, display=Console(print_lines=print_lines), take_over=take_over) as run:
         run.display.say(f"run {run.name}: {run.directory}")
         if run.lease.fenced is not None:
             run.display.say(f"taken over from {run.lease.fenced}: it can commit nothing any more")
+        begin(run, on_change=on_change)
+        for line in machine_warnings(config.resources):
+            run.display.say(line)
         rebuilds = 0
         while rebuilds < _REBUILDS:
             try:
@@ -117,6 +130,15 @@ def replay(config: RunConfig, *, until: Until) -> Report | None:
         return report
 
 
+def _already_done(config: RunConfig, *, until: Until) -> bool:
+    """Whether a replay finds everything. What keeps it from looking is for preflight to tell, with all other faults."""
+    try:
+        check_store(config)
+        return replay(config, until=until) is not None
+    except InputError:
+        return False
+
+
 _EXIT_CODES = """\
 exit codes: 0 done; 2 configuration or data that cannot be used; 3 a check between stages failed; 4 an artifact is
 damaged; 5 another process holds the run; 69 a reward server stays away; 75 workers were lost again and again; 130, 143
@@ -137,6 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="how many rounds, instead of the configuration's")
     parser.add_argument("--seed", type=int, help="instead of the configuration's")
     parser.add_argument(
+        "--on-change",
+        choices=["refuse", "rebuild", "keep"],
+        default="refuse",
+        help="if data, base model, libraries or machine settings have changed since the run began: refuse (default); "
+        "make again what depends on them; or keep what is finished and go on with the new ones, not bit-identical",
+    )
+    parser.add_argument(
         "--take-over", action="store_true", help="take the run from an owner that is stopped or out of reach"
     )
     asked = parser.parse_args(arguments)
@@ -144,10 +173,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
         config = load_config(asked.config, overrides=_overrides(asked))
-        check_store(config)
-        if replay(config, until=asked.until) is not None:
+        if _already_done(config, until=asked.until):
             return 0
-        preflight(config)
+        preflight(config, until=asked.until)
+        if asked.on_change == "refuse":
+            refuse_changes(config)
         _run_flow(asked, config)
     except (ConfigError, InputError) as error:
         print("\n".join(f"error: {line}" for line in redact(str(error)).splitlines()), file=sys.stderr)
@@ -178,7 +208,7 @@ def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
     global _from_command_line
     _from_command_line = True
     pairs = dict(text.partition("=")[::2] for text in asked.overrides)
-    directory = Run(config, display=Lines(), replay=True).directory
+    directory = layout.run_directory(Path(config.store).resolve(), run_name(config))
     with prefect_server(log=layout.run_log(directory, "prefect")):
         rlhf(
             config=asked.config,
@@ -186,6 +216,7 @@ def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
             until=asked.until,
             rounds=asked.rounds,
             seed=asked.seed,
+            on_change=asked.on_change,
             take_over=asked.take_over,
         )
 

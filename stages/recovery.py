@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.resources import TrainerResources
 from stages.artifacts.durable import digest_file, remove
 from stages.artifacts.errors import GateError
 from stages.artifacts.manifest import Manifest, damaged, read_manifest
@@ -53,7 +54,7 @@ def resident_trainer(job: Job, settings: UpdateSettings, state: TrainerState, co
         trainer: Trainer = held[1]
         return trainer
     context.live.pop(_LIVE, None)
-    plan = plan_recovery(job, state)
+    plan = plan_recovery(job, settings, state)
     context.progress("loading trainer", 0, 1 + len(plan.redo))
     trainer = Trainer(job, settings, plan.origin)
     if plan.snapshot is not None:
@@ -77,11 +78,11 @@ def drop_resident_trainer(context: Context) -> None:
     context.live.pop(_LIVE, None)
 
 
-def plan_recovery(job: Job, state: TrainerState) -> Recovery:
+def plan_recovery(job: Job, settings: UpdateSettings, state: TrainerState) -> Recovery:
     """Walk back from `state` to the newest snapshot that is there, and on to where the rounds began.
 
-    Another number of ranks cannot read a snapshot, so then everything is redone from the origin. Raises
-    DamagedArtifact if a manifest on the way is missing or damaged.
+    Where the ranks or the ZeRO stage are other ones now and cannot read a snapshot, everything is redone from the
+    origin. Raises DamagedArtifact if a manifest on the way is missing or damaged.
     """
     redo: list[Redo] = []
     snapshot: ArtifactRef | None = None
@@ -91,18 +92,20 @@ def plan_recovery(job: Job, state: TrainerState) -> Recovery:
             raise damaged(state.policy, state.policy.path(job.store), "expected a committed update, found nothing")
         made_by = UpdatePolicy.model_validate(manifest.job | {"store": job.store})
         if snapshot is None:
-            snapshot = _usable_snapshot(made_by, job)
+            snapshot = _usable_snapshot(made_by, settings.trainer)
             if snapshot is None:
                 redo.append(Redo(made_by, manifest))
         state = made_by.inputs.state
     return Recovery(origin=state, snapshot=snapshot, redo=tuple(reversed(redo)))
 
 
-def _usable_snapshot(made_by: UpdatePolicy, job: Job) -> ArtifactRef | None:
-    ref = SnapshotTrainer.after(made_by).ref
-    if made_by.compute.ranks != job.compute.ranks or is_released(job.store, ref):
+def _usable_snapshot(made_by: UpdatePolicy, now: TrainerResources) -> ArtifactRef | None:
+    """The snapshot after an update, if it is there and can be read: by other ranks too, but not under ZeRO 3."""
+    ref, then = SnapshotTrainer.after(made_by).ref, made_by.parameters.settings.trainer
+    other_ranks = then.ranks != now.ranks and now.zero_stage == 3
+    if then.zero_stage != now.zero_stage or other_ranks or is_released(made_by.store, ref):
         return None
-    return ref if read_manifest(job.store, ref) is not None else None
+    return ref if read_manifest(made_by.store, ref) is not None else None
 
 
 def _require_the_committed_policy(redo: Redo, trainer: Trainer, job: Job, context: Context) -> None:

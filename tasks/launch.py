@@ -19,6 +19,7 @@ from stages.artifacts.durable import read_json, write_json
 from stages.artifacts.errors import InputError, TransientError
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
+from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from tasks.run import NotDone, Outcome, Run
 
@@ -64,6 +65,10 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     label: names job file, log lines and metrics within the run. Raises NotDone in a replay, DamagedArtifact if
     a committed artifact does not match its manifest, and what the stage raised.
     """
+    kept = run.kept.get(label)
+    manifest = store.verify(job.store, kept) if kept is not None else None
+    if kept is not None and manifest is not None:
+        return _finish(run, kept, manifest, label=label, reused=True)
     manifest = store.verify(job.store, job.ref)
     if manifest is None and run.replay:
         raise NotDone(label)
@@ -79,13 +84,17 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
         run.announce_workers()
     elif not run.replay:
         store.clear_attempts(job)
+    return _finish(run, job.ref, manifest, label=label, reused=reused)
+
+
+def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reused: bool) -> Outcome:
     outcome = Outcome(
         label=label,
-        ref=job.ref,
+        ref=ref,
         metrics=manifest.metrics,
         seconds=manifest.wall_seconds,
         reused=reused,
-        path=job.ref.path(job.store),
+        path=ref.path(run.store),
     )
     run.outcomes.append(outcome)
     run.display.say(

@@ -13,7 +13,7 @@ def base_digest(base: FromScratch | Pretrained, *, store: Path) -> str:
     """One digest over the names and contents of a model directory; of a hub id, its name and revision."""
     if isinstance(base, FromScratch):
         return ""
-    directory = Path(base.path)
+    directory = Path(base.path).expanduser()
     if not directory.is_dir():
         return f"hub:{base.path}@{base.revision or 'main'}"
     with DigestCache(layout.digest_cache(store)) as cache:

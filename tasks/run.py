@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from configs.schema import RunConfig
 from stages.artifacts import layout
@@ -15,6 +15,7 @@ from stages.artifacts.lease import Lease
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
 from stages.workers import PoolSpec, WorkerPool
+from tasks.kept import kept_stages
 
 
 class NotDone(Exception):
@@ -46,11 +47,25 @@ class Outcome:
     path: Path
 
 
+# What says where and on what a run is made, not what: with another value it is the same run.
+_NOT_IN_THE_NAME: Any = {
+    **dict.fromkeys(("store", "tracking", "resources", "retention"), True),
+    **{part: {"snapshot_every"} for part in ("rounds", "sft", "reward_model")},
+}
+
+
+def run_name(config: RunConfig) -> str:
+    """The name of the run that a configuration asks for, under which its directory lies in the store."""
+    recipe = config.model_dump(mode="json", exclude=_NOT_IN_THE_NAME)
+    return f"{config.name}-{digest_bytes(canonical_json(recipe))[:8]}"
+
+
 class Run:
     """An open run. As a context it holds the run directory's lease and ends its workers on the way out.
 
     replay: only look things up; meeting anything unfinished raises NotDone. take_over: take the run from an owner
-    that holds it still, and so is stopped or out of reach.
+    that holds it still, and so is stopped or out of reach. kept: finished stages that are taken as they are, by label,
+    whatever their recipe would be now.
     """
 
     def __init__(self, config: RunConfig, *, display: Display, replay: bool = False, take_over: bool = False) -> None:
@@ -58,9 +73,9 @@ class Run:
         self.display = display
         self.replay = replay
         self.store = Path(config.store).resolve()
-        recipe = config.model_dump(mode="json", exclude={"store", "tracking"})
-        self.name = f"{config.name}-{digest_bytes(canonical_json(recipe))[:8]}"
+        self.name = run_name(config)
         self.directory = layout.run_directory(self.store, self.name)
+        self.kept = kept_stages(self.directory)
         self.outcomes: list[Outcome] = []
         self.started = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}

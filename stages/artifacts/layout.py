@@ -34,6 +34,16 @@ def run_directory(store: Path, run: str) -> Path:
     return store / "runs" / run
 
 
+def run_began(run: Path) -> Path:
+    """What the run began with: digests, versions, settings of the machine."""
+    return run / "began.json"
+
+
+def run_kept(run: Path) -> Path:
+    """Finished stages that stay as they are although the run's inputs have changed."""
+    return run / "kept.json"
+
+
 def run_job(run: Path, label: str) -> Path:
     """The job.json of one task of a run."""
     return run / "jobs" / f"{label}.json"

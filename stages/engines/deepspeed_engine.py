@@ -17,7 +17,7 @@ from torch import nn
 
 from configs.models import Optimizer
 from configs.resources import TrainerResources
-from stages.artifacts.errors import GateError
+from stages.artifacts.errors import GateError, InputError
 
 Batch = TypeVar("Batch")
 _TAG = "state"
@@ -130,10 +130,50 @@ class TrainingEngine:
         dist.barrier()
 
     def load(self, directory: Path) -> None:
-        """Read what save() wrote. The caller has verified every file against a manifest of its own store."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG)
+        """Read what save() wrote, also with another number of ranks (the same numbers, summed in another order since).
+
+        The caller has verified every file against a manifest of its own store. Raises InputError where another number
+        of ranks cannot read it.
+        """
+        shares = sorted((directory / _TAG).glob("*_optim_states.pt"), key=_rank_of)
+        same = len(shares) in (0, self.world_size)  # none without ZeRO: every rank holds all of it
+        if not same and self.zero_stage == 3:
+            raise InputError(
+                f"resources.trainer.ranks: expected {len(shares)}, which saved {directory} with zero_stage 3, found "
+                f"{self.world_size}; only stages 0 to 2 can go on with another number of ranks"
+            )
+        path, _ = self._engine.load_checkpoint(str(directory), tag=_TAG, load_optimizer_states=same)
         if path is None:
             raise GateError(f"{directory}: expected DeepSpeed state for {self.world_size} ranks, found none")
+        if not same:
+            self._deal_anew(shares)
+
+    def _deal_anew(self, shares: Sequence[Path]) -> None:
+        """Fill this rank's part of the optimizer's flat groups from the parts that other ranks saved (ZeRO 1 and 2)."""
+        zero = self._engine.optimizer
+        read = self._engine.checkpoint_engine.load
+        states = [read(str(share), map_location="cpu")["optimizer_state_dict"] for share in shares]
+        for index, master in enumerate(zero.single_partition_of_fp32_groups):
+            numel = sum(p.numel() for p in zero.bit16_groups[index])
+
+            def mine(parts: Sequence[torch.Tensor], numel: int = numel, size: int = master.numel()) -> torch.Tensor:
+                whole = torch.zeros(size * self.world_size)
+                whole[:numel] = torch.cat([part.flatten() for part in parts])[:numel]  # padding is at the end
+                return whole[size * dist.get_rank() :][:size]
+
+            master.data.copy_(mine([state["single_partition_of_fp32_groups"][index] for state in states]))
+            live = zero.optimizer.state[zero.optimizer.param_groups[index]["params"][0]]
+            saved = [state["base_optimizer_state"]["state"][index] for state in states]
+            for key, value in saved[0].items():
+                if torch.is_tensor(value) and value.numel() > 1:
+                    live[key] = mine([one[key] for one in saved]).to(master.device)
+                else:
+                    live[key] = value
+
+
+def _rank_of(share: Path) -> int:
+    """The rank that saved `[bf16_]zero_pp_rank_N_mp_rank_00_optim_states.pt`."""
+    return int(share.name.partition("pp_rank_")[2].partition("_")[0])
 
 
 def _save_by_content(state_dict: dict[str, Any], path: str) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from configs.models import FromScratch, ModelConfig, Pretrained
 from stages.artifacts.errors import InputError
+from stages.artifacts.model_directory import refuse_unsafe_model, safe_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,18 +38,19 @@ def base_model(model: ModelConfig, *, bos: int, eos: int, pad: int) -> PreTraine
             built: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=DTYPES[model.dtype])
             return built
         case Pretrained(path=path, revision=revision):
-            return _from_pretrained(path, model.dtype, revision=revision)
+            return _from_pretrained(safe_model(path, revision=revision), model.dtype)
 
 
 def load_policy(directory: Path, *, dtype: str) -> PreTrainedModel:
     """A policy that this house exported."""
-    return _from_pretrained(str(directory), dtype)
+    refuse_unsafe_model(directory)
+    return _from_pretrained(directory, dtype)
 
 
-def _from_pretrained(path: str, dtype: str, *, revision: str | None = None) -> PreTrainedModel:
+def _from_pretrained(path: Path, dtype: str) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, revision=revision, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
+            path, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from stages.artifacts.durable import digest_bytes
 from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.model_directory import refuse_unsafe_model
 from stages.models.batches import microbatches, pad_sequences
 from stages.models.language import DTYPES
 
@@ -28,6 +29,7 @@ def load_scalar_model(directory: Path, *, dtype: str, head_from_seed: bool = Fal
     Raises InputError if a head is expected and the weights hold none: silently starting from a random one is
     how reward models are lost.
     """
+    refuse_unsafe_model(directory)
     if not head_from_seed:
         read_head(directory)
     model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(

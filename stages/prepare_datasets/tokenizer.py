@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from configs.models import FromScratch, Pretrained
 from stages.artifacts.errors import InputError
+from stages.artifacts.model_directory import refuse_code, safe_model
 
 BOS, EOS, PAD = "<bos>", "<eos>", "<pad>"
 SPECIALS = (BOS, EOS, PAD, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
@@ -72,9 +72,13 @@ def train_tokenizer(texts: Sequence[str], *, vocabulary: int, max_tokens: int) -
 
 def load_tokenizer(base: Pretrained) -> PreTrainedTokenizerBase:
     """The tokenizer of a pretrained model; never runs code from it. Pad falls back to EOS. Raises InputError."""
-    _refuse_code(Path(base.path))
+    directory = Path(base.path).expanduser()
+    if directory.is_dir():
+        refuse_code(directory)
+    else:
+        directory = safe_model(base.path, revision=base.revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(base.path, revision=base.revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(
@@ -103,18 +107,3 @@ def _sample(texts: Sequence[str]) -> Iterator[str]:
     stride = max(1, -(-total // SAMPLE_CHARACTERS))
     for text in texts[::stride]:
         yield text[:_CHARACTERS_PER_TEXT]
-
-
-def _refuse_code(path: Path) -> None:
-    if not path.is_dir():
-        return
-    found = sorted(p.name for p in path.iterdir() if p.suffix in (".py", ".pkl", ".pickle"))
-    for name in ("tokenizer_config.json", "config.json"):
-        try:
-            document = json.loads((path / name).read_bytes())
-        except (OSError, ValueError):
-            continue
-        if isinstance(document, dict) and "auto_map" in document:
-            found.append(f"auto_map in {name}")
-    if found:
-        raise InputError(f"model.base.path: {path}: expected a model without code, found {', '.join(found)}; remove it")

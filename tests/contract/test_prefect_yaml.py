@@ -58,6 +58,7 @@ def test_the_flow_takes_what_the_readme_says() -> None:
         "until",
         "rounds",
         "seed",
+        "on_change",
         "take_over",
     ]
 
@@ -70,6 +71,7 @@ def test_the_flow_takes_what_the_readme_says() -> None:
         ({"rounds": "many"}, "rounds"),
         ({"seed": -1}, "seed"),
         ({"overrides": ["a=1"]}, "overrides"),
+        ({"on_change": "ignore"}, "on_change"),
         ({"confg": "x.yaml"}, "confg"),
     ],
 )
@@ -83,8 +85,15 @@ def test_a_bad_parameter_is_refused_by_name(parameters: dict[str, Any], word: st
 
 
 @each
-def test_only_config_and_until_are_given(name: str) -> None:
-    assert set(DEPLOYMENTS[name]["parameters"]) <= {"config", "until"}
+def test_only_config_until_and_on_change_are_given(name: str) -> None:
+    assert set(DEPLOYMENTS[name]["parameters"]) <= {"config", "until", "on_change"}
+
+
+def test_the_nightly_run_expects_its_data_to_grow() -> None:
+    assert {n: d["parameters"].get("on_change") for n, d in DEPLOYMENTS.items()} == {
+        **dict.fromkeys(DEPLOYMENTS),
+        "reward-model": "rebuild",
+    }
 
 
 @each

@@ -1,8 +1,9 @@
-"""The same forty rows as files of every kind, whole and cut."""
+"""The same forty rows as files and folders of every kind, whole and cut."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -43,3 +44,26 @@ def stream_cut_between_batches() -> bytes:
     with pa.ipc.open_stream(reader) as batches:
         batches.read_next_batch()
         return whole[: reader.tell()]
+
+
+def mixed_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "a.jsonl").write_bytes(json_lines(GOOD[:20]))
+    (path / "b.jsonl").write_bytes(json_lines([{"text": "x"}] * 20))
+    (path / "README.md").write_text("not data")
+
+
+def mixed_kinds_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "a.jsonl").write_bytes(json_lines(GOOD[:20]))
+    (path / "sub").mkdir()
+    (path / "sub" / "b.parquet").write_bytes(parquet_file(TABLE.slice(20)))
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+    (path / "data.jsonl").write_bytes(json_lines(GOOD))
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
