@@ -178,12 +178,7 @@ def others(value: Any) -> list[Any]:
         case float():
             return [value / 2, value + 0.125, 0.0]
         case str():
-            return [
-                f"{value}x",
-                ANOTHER_FINGERPRINT,
-                ANOTHER_TOKEN,
-                *(word for word in (*WORDS, *MORE_WORDS) if word != value),
-            ]
+            return [f"{value}x", ANOTHER_FINGERPRINT, *(word for word in (*WORDS, *MORE_WORDS) if word != value)]
         case None:
             return [1, 0.5, "x", {}]
         case _:
