@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results/durability.json"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bench-ratchet-") as scratch:
         directory = Path(scratch)
         seconds: dict[str, list[float]] = {"on": [], "off": []}
         for index in range(asked.pairs):

@@ -35,7 +35,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("bench/results/recovery.json"))
     asked = parser.parse_args()
     trials = []
-    with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bench-ratchet-") as scratch:
         for index in range(asked.trials):
             trials.append(_trial(asked.config, Path(scratch), index))
             print(json.dumps(trials[-1]), flush=True)

@@ -18,7 +18,7 @@ from wandb.proto import wandb_internal_pb2
 
 from tests.integration.pipelines import ROOT, TINY_GRPO, command, environment, heed_interrupts, run_flow
 
-TINY_STAGES = 21
+TINY_STAGES = 22
 RULE = "rewards=[{kind: function, function: '%s'}]"
 REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "no such file": (["--config", "nosuch.yaml"], ["nosuch.yaml", "no such configuration file"]),
