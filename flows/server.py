@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from os import environ
 from pathlib import Path
@@ -38,6 +38,8 @@ _ANSWER_SECONDS = 2.0
 _OWN_SERVER = {PREFECT_CLIENT_MAX_RETRIES: 3, PREFECT_API_REQUEST_TIMEOUT: 15.0}
 # What Prefect itself sets for the server that it starts where there is none.
 _EMBEDDED = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+
+_until_the_end = ExitStack()
 
 
 @contextmanager
@@ -83,7 +85,7 @@ def server_answers() -> bool:
 def stop_asking() -> None:
     """Where this run's own server is gone, let Prefect's client ask it once from now on; it will not come back."""
     if PREFECT_CLIENT_MAX_RETRIES.value() == _OWN_SERVER[PREFECT_CLIENT_MAX_RETRIES] and not server_answers():
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}).__enter__()  # until the process ends, which is soon
+        _until_the_end.enter_context(temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}))
 
 
 def leave_at_once(code: int) -> NoReturn:

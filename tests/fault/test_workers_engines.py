@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +26,6 @@ from tests.integration.pipelines import ROOT
 from tests.integration.stores import House, hashes
 
 TORTURE = os.environ.get("RATCHET_TORTURE") == "1"
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass
@@ -50,6 +51,25 @@ class Hit:
             os.kill(self.pids[self.rank], self.number)
 
 
+@contextmanager
+def in_turn(spec: PoolSpec, logs: Path) -> Iterator[Iterator[WorkerPool]]:
+    """Two pools, turn and turn about: while one works, the other, which was lost, starts again."""
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(WorkerPool(spec, logs=logs / name, stall_seconds=120.0)) for name in ("left", "right")
+        ]
+
+        def turns() -> Iterator[WorkerPool]:
+            for pool in itertools.cycle(pools):
+                for each in pools:
+                    each.start()
+                yield pool
+
+        yield turns()
+        for pool in pools:
+            pool.kill()
+
+
 @pytest.fixture(scope="module")
 def policy(house: House) -> ArtifactRef:
     return house.make(house.sft(tied=True))
@@ -61,8 +81,7 @@ def policy(house: House) -> ArtifactRef:
 def test_an_engine_killed_again_and_again_keeps_its_shards(house: House, policy: ArtifactRef, tmp_path: Path) -> None:
     """kill -9 at a random moment of generation: the next attempt adopts what was sealed; same bits in the end."""
     generator, chains, slowest, kills = random.Random(9), 17 if TORTURE else 1, 0.0, 0
-    with WorkerPool(PoolSpec("generator", "cpu", 1, 1), logs=tmp_path, stall_seconds=120.0) as pool:
-        pool.start()
+    with in_turn(PoolSpec("generator", "cpu", 1, 1), tmp_path) as turns:
         for chain in range(chains):
             job = house.rollouts(policy, num_prompts=48, prompts_per_shard=2, round_index=200 + chain)
             whole = tmp_path / f"whole-{chain}"
@@ -70,7 +89,7 @@ def test_an_engine_killed_again_and_again_keeps_its_shards(house: House, policy:
             house.run(job, whole)
             sealed: set[str] = set()
             for _ in range(3):
-                attempt = store.new_attempt(job)
+                attempt, pool = store.new_attempt(job), next(turns)
                 hit = Hit(pool, "rollout shards", generator.randint(1, 7), generator.uniform(0.0, 0.05))
                 with pytest.raises(TransientError, match=r"worker rank 0 \(pid \d+\) ended with signal 9; log: "):
                     house.run(job, attempt, pool=pool, progress=hit)
@@ -79,7 +98,7 @@ def test_an_engine_killed_again_and_again_keeps_its_shards(house: House, policy:
                 assert sealed < now, "what was finished is kept, and each attempt adds to it"
                 sealed = now
             last = store.new_attempt(job)
-            assert house.run(job, last, pool=pool)["shards_generated"] == 24.0 - len(sealed)
+            assert house.run(job, last, pool=next(turns))["shards_generated"] == 24.0 - len(sealed)
             assert hashes(last) == hashes(whole)
     assert slowest < 10.0
     print(f"R09: engine killed {kills} times, noticed after {slowest:.2f} s at most, no shard made twice, same bits")
@@ -101,7 +120,7 @@ kind, victim = "", ""
 
 def tampered(outputs):
     for output in outputs:
-        if output.request_id == victim and output.finished:
+        if kind and output.request_id == victim and output.finished:
             if kind == "missing":
                 continue
             sampled = output.outputs[0]
@@ -153,12 +172,13 @@ def test_a_sick_engines_answers_are_refused(house: House, policy: ArtifactRef, t
 def test_a_rank_that_dies_or_stops_takes_the_pool_along_and_training_goes_on(house: House, tmp_path: Path) -> None:
     """Two gloo ranks. Killed at a random step, during a snapshot, and stopped; resumed from the last whole snapshot."""
     generator, chains, slowest, losses = random.Random(10), 17 if TORTURE else 1, 0.0, 0
-    with WorkerPool(PoolSpec("trainer", "cpu", 2, 1), logs=tmp_path, stall_seconds=120.0) as pool:
-        pool.start()
+    kinds = ("step", "save", "step", "stop") if TORTURE else ("step", "save", "stop")
+    with in_turn(PoolSpec("trainer", "cpu", 2, 1), tmp_path) as turns:
         for chain in range(chains):
             job = house.sft(steps=61 + chain, batch_size=8, snapshot_every=10, ranks=2, zero_stage=1 + chain % 3)
-            expected = house.again(job, pool=pool)
-            for kind in ("step", "save", "step", "stop"):
+            expected = house.again(job, pool=next(turns))
+            for kind in kinds:
+                pool = next(turns)
                 hit = Hit(pool, "optimizer steps", generator.randint(3, 9), rank=generator.randrange(2))
                 if kind == "save":  # the tenth step is followed by a snapshot, the eleventh message comes after it
                     hit.count, hit.delay = 9, generator.uniform(0.0, 0.15)
@@ -174,17 +194,16 @@ def test_a_rank_that_dies_or_stops_takes_the_pool_along_and_training_goes_on(hou
                 if kind == "stop":
                     saved = Path(str(caught.value).partition("what its processes did: ")[2].partition(";")[0])
                     text = saved.read_text()
-                    assert "stopped (SIGSTOP)" in text and "optimization" not in str(caught.value)
+                    assert "stopped (SIGSTOP)" in text
                     assert "in step" in text or "in barrier" in text or "in serve" in text, text
                 else:
                     assert "ended with signal 9" in str(caught.value)
             seen: list[tuple[str, int]] = []
             last = store.new_attempt(job)
-            house.run(job, last, pool=pool, progress=lambda what, done, total, s=seen: s.append((what, done)))
+            house.run(job, last, pool=next(turns), progress=lambda what, done, total, s=seen: s.append((what, done)))
             resumed = [done for what, done in seen if what.startswith("resuming")]
             assert resumed and resumed[0] >= 10 and resumed[0] % 10 == 0
-            found = {name: digest for name, digest in hashes(last).items()}
-            assert found == expected
+            assert hashes(last) == expected
             snapshots = layout.attempts(job.store, job.STAGE, job.fingerprint) / layout.SNAPSHOTS
             assert all(path.name.isdigit() for path in snapshots.iterdir()), "no half snapshot is left"
     print(f"R10, R11: {losses} ranks of two lost, all gone after {slowest:.2f} s at most, same bits")

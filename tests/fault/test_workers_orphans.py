@@ -44,20 +44,30 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def moments() -> list[tuple[str, float]]:
+    """After which line of the run, and how many seconds more, each flow is killed."""
+    generator = random.Random(19)
+    if not TORTURE:
+        return [("", 1.5), ("run ", generator.uniform(0.0, 1.0)), ("train_sft ", generator.uniform(0.0, 4.0))]
+    lines = ["", "run ", "prepare_datasets ", "train_sft ", "before-generate_rollouts ", "round-000-update_policy "]
+    return [(lines[trial % len(lines)], generator.uniform(0.0, 5.0)) for trial in range(50)]
+
+
 def test_no_process_outlives_a_killed_flow(tmp_path: Path, prefect_home: Path, temporary: Path) -> None:
-    generator, trials = random.Random(19), 50 if TORTURE else 3
-    moments = [generator.uniform(0.5, 25.0) for _ in range(trials)] if TORTURE else [1.5, 6.0, 14.0]
-    slowest, ended, left = 0.0, [], 0
-    for trial, seconds in enumerate(moments):
+    slowest, ended, left, chosen = 0.0, [], 0, moments()
+    for trial, (awaited, seconds) in enumerate(chosen):
         mark = uuid.uuid4().hex
         env = environment(prefect_home, **{MARK: mark, "TMPDIR": str(temporary)})
-        flow = subprocess.Popen(
-            command(TINY_GRPO, tmp_path / f"store-{trial}"), cwd=ROOT, env=env, stdout=subprocess.DEVNULL
-        )
+        argv = command(TINY_GRPO, tmp_path / f"store-{trial}")
+        flow = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+        assert flow.stdout is not None
+        for line in flow.stdout if awaited else ():
+            if line.startswith(awaited):
+                break
         time.sleep(seconds)
         before = len(marked(mark))
         flow.kill()
-        flow.wait()
+        flow.communicate()
         killed = time.monotonic()
         while (alive := marked(mark)) and time.monotonic() - killed < 10.0:
             time.sleep(0.05)
@@ -69,7 +79,7 @@ def test_no_process_outlives_a_killed_flow(tmp_path: Path, prefect_home: Path, t
     assert left >= 1
     remove_stale()
     assert list(temporary.glob("ratchet-*")) == []
-    print(f"R19: {trials} flows killed with {ended} processes, all gone after {slowest:.1f} s at most")
+    print(f"R19: {len(chosen)} flows killed with {ended} processes, all gone after {slowest:.1f} s at most")
 
 
 def test_a_rendezvous_lasts_as_long_as_its_process(temporary: Path) -> None:
