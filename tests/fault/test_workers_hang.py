@@ -22,7 +22,7 @@ from stages.artifacts.store import verify
 from stages.job import Job
 from stages.workers import PoolSpec, WorkerPool
 from tasks import launch
-from tasks.display import Lines
+from tasks.display import Lines, hide_expected_tracebacks
 from tasks.launch import complete, stage_task
 from tasks.run import Outcome, Run
 from tests.integration.pipelines import TINY_GRPO
@@ -166,6 +166,7 @@ def opened(toys: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    hide_expected_tracebacks()
     with prefect_server(log=tmp_path_factory.mktemp("prefect") / "server.log"):
         yield
 
