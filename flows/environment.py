@@ -1,5 +1,6 @@
 """Safe settings for Prefect and its friends, set before Prefect is imported."""
 
+import logging
 import os
 
 DEFAULTS = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120"}
@@ -20,5 +21,10 @@ os.environ.update(FIXED)
 
 
 def quiet_prefect_console() -> None:
-    """Keep Prefect's own log lines off the terminal, before Prefect is imported; its database still gets them."""
+    """Keep Prefect's own log lines off the terminal, before Prefect is imported; its database still gets them.
+
+    The second line is for a server that is gone: every event that cannot be sent would be printed, and every log line.
+    """
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
+    logging.raiseExceptions = False

@@ -21,6 +21,7 @@ from prefect.runtime import deployment
 from configs.rewards import RewardModelSource
 from flows.changes import not_bit_identical
 from flows.round import RoundResult
+from flows.server import server_answers
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json, write_bytes, write_json
 from stages.artifacts.reference import ArtifactRef
@@ -136,7 +137,7 @@ class Report:
 
     def _publish_round(self, result: RoundResult) -> None:
         """Table, link and progress in the Prefect UI."""
-        if FlowRunContext.get() is None:
+        if not _has_view():
             return
         index, count = result.round_index, self.run.config.rounds.count
         percent = 100.0 * (index + 1) / count
@@ -156,11 +157,20 @@ class Report:
             update_progress_artifact(artifact_id=self._progress, progress=percent)
 
     def _publish_summary(self, lines: list[str]) -> None:
-        if FlowRunContext.get() is None:
+        if not _has_view():
             return
         text = "\n".join(lines).strip()
         description = f"Summary of run {self.run.name}"
         create_markdown_artifact(markdown=f"```text\n{text}\n```", key="summary", description=description)
+
+
+def _has_view() -> bool:
+    """Whether Prefect watches this run. Raises ConnectionError if it should and its server is away."""
+    if FlowRunContext.get() is None:
+        return False
+    if not server_answers():
+        raise ConnectionError("Prefect's server does not answer; the run goes on without its view")
+    return True
 
 
 def table_line(cells: Iterable[str]) -> str:

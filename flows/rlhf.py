@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -29,7 +30,7 @@ from flows.machine import machine_warnings
 from flows.pipeline import Until, pipeline
 from flows.preflight import check_store, preflight
 from flows.report import Report
-from flows.server import prefect_server
+from flows.server import leave_at_once, prefect_server, server_answers, stop_asking
 from stages.artifacts import layout, store
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact
 from stages.artifacts.private import keep_files_private
@@ -74,14 +75,37 @@ def rlhf(
     hide_expected_tracebacks()
     resolved = resolve(config, overrides=overrides, rounds=rounds, seed=seed)
     try:
-        run_pipeline(resolved, until=until, on_change=on_change, take_over=take_over, print_lines=_from_command_line)
+        if _watched is None:
+            run_pipeline(resolved, until=until, on_change=on_change, take_over=take_over, print_lines=False)
+        else:
+            _watched.run(resolved, until=until, on_change=on_change, take_over=take_over)
     except RatchetError:
         again = f"prefect flow-run retry {flow_run.id}"
         get_run_logger().info(f"what was finished is kept; once the cause is gone, this goes on: {again}")
         raise
 
 
-_from_command_line = False
+@dataclass
+class _Watched:
+    """A run from the command line, and what it came to, whatever Prefect makes of it."""
+
+    is_done: bool = False
+    error: BaseException | None = None
+    has_lost_view: bool = False
+
+    def run(self, config: RunConfig, *, until: Until, on_change: OnChange, take_over: bool) -> None:
+        """Run what is not done yet; this process prints the run's lines itself."""
+        try:
+            run_pipeline(config, until=until, on_change=on_change, print_lines=True, take_over=take_over)
+            self.is_done = True
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            stop_asking()
+
+
+_watched: _Watched | None = None
 
 
 def resolve(config: str, *, overrides: dict[str, Any] | None, rounds: int | None, seed: int | None) -> RunConfig:
@@ -204,21 +228,32 @@ def _overrides(asked: argparse.Namespace) -> list[str]:
 
 
 def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
-    """Run under Prefect; this process prints the run's lines itself."""
-    global _from_command_line
-    _from_command_line = True
+    """Run under Prefect, or, where its server is lost on the way, to the end without it."""
+    global _watched
+    _watched = watched = _Watched()
     pairs = dict(text.partition("=")[::2] for text in asked.overrides)
     directory = layout.run_directory(Path(config.store).resolve(), run_name(config))
     with prefect_server(log=layout.run_log(directory, "prefect")):
-        rlhf(
-            config=asked.config,
-            overrides=pairs,
-            until=asked.until,
-            rounds=asked.rounds,
-            seed=asked.seed,
-            on_change=asked.on_change,
-            take_over=asked.take_over,
-        )
+        try:
+            rlhf(
+                config=asked.config,
+                overrides=pairs,
+                until=asked.until,
+                rounds=asked.rounds,
+                seed=asked.seed,
+                on_change=asked.on_change,
+                take_over=asked.take_over,
+            )
+        except Exception as error:
+            if error is watched.error or server_answers():
+                raise
+            if watched.error is not None:
+                raise watched.error from None
+            print(f"Prefect's server is gone ({type(error).__name__}); its view of this run is incomplete", flush=True)
+        finally:
+            watched.has_lost_view = not server_answers()
+        if not watched.is_done:
+            watched.run(config, until=asked.until, on_change=asked.on_change, take_over=asked.take_over)
 
 
 def _raise_signal(number: int, frame: FrameType | None) -> NoReturn:
@@ -237,4 +272,7 @@ def _signal_behind(error: BaseException | None) -> int | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if _watched is not None and _watched.has_lost_view:
+        leave_at_once(code)
+    sys.exit(code)

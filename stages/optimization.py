@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from stages.artifacts.shards import by_key, read_rows, same_keys
 from stages.artifacts.store import open_artifact
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.engines.schedule import learning_rate
-from stages.models.batches import Microbatch
+from stages.models.batches import Microbatch, named
 from stages.program import Context
 from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
 from stages.rl.losses import policy_loss_clip, token_weights, value_loss_clip
@@ -140,10 +141,14 @@ class _Step:
         coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
         torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
         rate = learning_rate(algorithm.policy_optimizer, step=trainer.optimizer_steps, num_steps=None)
-        norms = {"policy_grad_norm": trainer.policy.step(batches, self._policy_loss, rate=rate)}
+        step = f"round {self.job.parameters.round_index}, optimizer step {trainer.optimizer_steps}"
+        where = partial(named, step, self.rows)
+        norms = {"policy_grad_norm": trainer.policy.step(batches, self._policy_loss, rate=rate, where=where)}
         if trainer.critic is not None and isinstance(algorithm, Ppo):
             critic_rate = learning_rate(algorithm.critic_optimizer, step=trainer.optimizer_steps, num_steps=None)
-            norms["critic_grad_norm"] = trainer.critic.step(batches, self._value_loss, rate=critic_rate)
+            norms["critic_grad_norm"] = trainer.critic.step(
+                batches, self._value_loss, rate=critic_rate, where=partial(named, f"{step} of the critic", self.rows)
+            )
         names = sorted(self.sums)
         totals = dict(zip(names, sum_over_ranks([self.sums[name] for name in names]), strict=True))
         tokens = totals.pop("tokens")

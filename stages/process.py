@@ -6,7 +6,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+# The child waits for a line before it becomes the program: until then nobody watches over it, and if this process
+# dies that early the line never comes.
+_GATE = ("/bin/sh", "-c", 'read -r line || exit 0; exec "$@"', "sh")
+_REAP_SECONDS = 20.0
 
 
 class ChildProcess:
@@ -23,7 +29,7 @@ class ChildProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self.process = subprocess.Popen(
-                list(argv),
+                [*_GATE, *argv],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -43,6 +49,10 @@ class ChildProcess:
             start_new_session=True,
         )
         os.close(read_end)
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(b"\n")
+            self.process.stdin.flush()
 
     @property
     def pid(self) -> int:
@@ -59,16 +69,24 @@ class ChildProcess:
             pass
         self.kill()
 
+    def signal_kill(self) -> None:
+        """Send SIGKILL to the child's whole process group and wait for nothing."""
+        if self._lifeline >= 0:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         """Kill the child's process group now and dismiss the watcher. Again does nothing: the ids may be others'."""
         if self._lifeline < 0:
             return
-        try:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self.process.wait()
+        self.signal_kill()
+        # One that the kernel holds (a dead network disk, a driver) dies when it is let go; nobody waits for that.
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=_REAP_SECONDS)
         self._watcher.kill()
         self._watcher.wait()
         os.close(self._lifeline)
         self._lifeline = -1
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()

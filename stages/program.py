@@ -29,6 +29,7 @@ from stages.artifacts.manifest import write_manifest
 from stages.artifacts.private import keep_files_private
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
+from stages.stacks import write_stacks_on_signal
 from stages.workers import PoolSpec, WorkerPool
 
 Metrics = dict[str, float]
@@ -194,9 +195,11 @@ def _print_progress(what: str, done: int, total: int) -> None:
 def _worker() -> None:
     parser = argparse.ArgumentParser(prog="python -m stages.program")
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for reply lines")
+    parser.add_argument("--stacks", type=Path, required=True, help="file for stacks, written on SIGUSR1")
     parser.add_argument("--warm", default="", help="modules to import before the first job")
     arguments = parser.parse_args()
     keep_files_private()
+    write_stacks_on_signal(arguments.stacks)
     sys.stdout, sys.stderr = RedactedStream(1), RedactedStream(2)
     with os.fdopen(arguments.replies, "w") as replies:
         serve(replies, warm=arguments.warm)

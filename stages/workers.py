@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,9 @@ from stages.artifacts.errors import (
 )
 from stages.job import Job
 from stages.process import ChildProcess
+from stages.rendezvous import Rendezvous
 from stages.shelter import sheltered
+from stages.stacks import Suspect, save_stacks
 
 START_SECONDS = 180.0
 _ERRORS: dict[str, type[RatchetError]] = {
@@ -70,8 +72,9 @@ class PoolSpec:
 class WorkerPool:
     """The processes of one kind, started together, fed the same job, and lost together.
 
-    run() hands a job to every rank and waits. It watches progress, not liveness: a rank that says nothing for
-    `stall_seconds` counts as lost, as does one that ends.
+    run() hands a job to every rank and waits. It watches progress, not only liveness: a pool that says nothing for
+    `stall_seconds` counts as lost, as does one of whose processes one ends. Trainer ranks wait for one another, so
+    the progress of one is that of all; engines do not.
     """
 
     def __init__(self, spec: PoolSpec, *, logs: Path, stall_seconds: float = 600.0) -> None:
@@ -80,7 +83,7 @@ class WorkerPool:
         self.stall_seconds = stall_seconds
         self.start_seconds = 0.0
         self._workers: list[_Worker] = []
-        self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
+        self._rendezvous: Rendezvous | None = None
         self._started = 0.0
         self._ready = False
 
@@ -103,9 +106,9 @@ class WorkerPool:
             return
         self._ready = False
         self._started = time.monotonic()
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="ratchet-")
+        self._rendezvous = Rendezvous()
         for rank in range(self.spec.ranks):
-            env = self._environment(rank, Path(self._rendezvous.name) / "rendezvous")
+            env = self._environment(rank, self._rendezvous.path / "rendezvous")
             log = self.logs / f"{self.spec.kind}-{rank}.log"
             self._workers.append(_Worker(rank, env=env, log=log, warm=_WARM[self.spec.kind]))
 
@@ -137,23 +140,17 @@ class WorkerPool:
     def _collect(
         self, workers: list[_Worker], *, deadline: float, until: str, on_progress: OnProgress
     ) -> list[dict[str, Any]]:
-        """Read replies until every worker has said `until`; each message of any rank counts as progress."""
+        """Read replies until every worker has said `until`."""
         answers: dict[int, dict[str, Any]] = {}
-        last = time.monotonic()
+        heard = dict.fromkeys((worker.rank for worker in workers), time.monotonic())
         with selectors.DefaultSelector() as selector:
             for worker in workers:
                 selector.register(worker.replies, selectors.EVENT_READ, worker)
             while len(answers) < len(workers):
                 events = selector.select(timeout=0.5)
-                if not events and time.monotonic() - last > deadline:
-                    silent = [w.rank for w in workers if w.rank not in answers]
-                    raise TransientError(
-                        f"{self.spec.kind} worker rank {silent}: expected progress within {deadline:.0f} s, "
-                        f"found none; log: {workers[0].log}"
-                    )
                 for key, _ in events:
-                    last = time.monotonic()
                     worker = key.data
+                    heard[worker.rank] = time.monotonic()
                     for message in worker.read():
                         if "progress" in message:
                             if worker.rank == 0:
@@ -162,10 +159,34 @@ class WorkerPool:
                             raise _error(message, worker)
                         elif until in message:
                             answers[worker.rank] = message
+                waiting = [worker for worker in workers if worker.rank not in answers]
+                for worker in waiting:
+                    worker.require_alive()
+                if silent := self._silent(waiting, heard, deadline):
+                    raise self._hung(silent, deadline)
         return [answers[worker.rank] for worker in workers]
+
+    def _silent(self, waiting: list[_Worker], heard: dict[int, float], deadline: float) -> list[_Worker]:
+        """Those of `waiting` that have shown no progress for too long."""
+        latest = max(heard.values())
+        together = self.spec.kind == "trainer"
+        now = time.monotonic()
+        return [worker for worker in waiting if now - (latest if together else heard[worker.rank]) > deadline]
+
+    def _hung(self, silent: list[_Worker], deadline: float) -> TransientError:
+        """The error that names the ranks, once what every process of the pool was doing is saved."""
+        why = f"worker rank {[worker.rank for worker in silent]}: expected progress within {deadline:g} s, found none"
+        suspects = [Suspect(worker.rank, worker.child.pid, worker.stacks) for worker in self._workers]
+        try:
+            saved = str(save_stacks(suspects, logs=self.logs, kind=self.spec.kind, why=why))
+        except OSError as error:
+            saved = f"could not be saved ({error})"
+        return TransientError(f"{self.spec.kind} {why}; what its processes did: {saved}; log: {silent[0].log}")
 
     def kill(self) -> None:
         """End every process of the pool at once; the next run() starts new ones."""
+        for worker in self._workers:
+            worker.child.signal_kill()
         for worker in self._workers:
             worker.child.kill()
             worker.close()
@@ -182,7 +203,7 @@ class WorkerPool:
         self._workers = []
         self._ready = False
         if self._rendezvous is not None:
-            self._rendezvous.cleanup()
+            self._rendezvous.close()
             self._rendezvous = None
 
     def _environment(self, rank: int, rendezvous: Path) -> dict[str, str]:
@@ -223,10 +244,16 @@ class _Worker:
     def __init__(self, rank: int, *, env: dict[str, str], log: Path, warm: str) -> None:
         self.rank = rank
         self.log = log
+        self.stacks = log.with_suffix(".stacks.txt")
         self.replies, write_end = os.pipe()
-        argv = [sys.executable, "-m", "stages.program", "--replies", str(write_end), "--warm", warm]
-        self.child = ChildProcess(argv, env=env, log=log, reply_descriptor=write_end)
-        os.close(write_end)
+        argv = [sys.executable, "-m", "stages.program", "--replies", str(write_end), "--stacks", str(self.stacks)]
+        try:
+            self.child = ChildProcess([*argv, "--warm", warm], env=env, log=log, reply_descriptor=write_end)
+        except BaseException:
+            os.close(self.replies)
+            raise
+        finally:
+            os.close(write_end)
         self._buffer = b""
 
     def send(self, order: dict[str, str]) -> None:
@@ -245,13 +272,21 @@ class _Worker:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
+    def require_alive(self) -> None:
+        """Raise TransientError if the process has ended and all it said is read.
+
+        End-of-file alone does not tell: what the worker started may hold the pipe open.
+        """
+        if self.child.process.poll() is not None and not select.select([self.replies], [], [], 0)[0]:
+            raise self._lost()
+
     def close(self) -> None:
         os.close(self.replies)
 
     def _lost(self) -> TransientError:
         self.child.kill()
-        code = self.child.process.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        code = self.child.process.poll()
+        how = "no exit code" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
         return TransientError(f"worker rank {self.rank} (pid {self.child.pid}) ended with {how}; log: {self.log}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, cast
 
@@ -16,7 +16,7 @@ from prefect.states import Completed
 
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json, write_json
-from stages.artifacts.errors import InputError, TransientError
+from stages.artifacts.errors import TransientError
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
@@ -28,35 +28,76 @@ _BACKOFF_SECONDS = 1.0
 
 
 def stage_task(function: Callable[P, Outcome]) -> Callable[P, Outcome]:
-    """Make `function` a Prefect task inside a flow run, and a plain call outside one.
+    """Make `function`, whose first argument is the run, a Prefect task inside a flow run, and a plain call outside one.
 
-    Its task runs are named after the round or the moment and the stage: `round-000 generate_rollouts`.
-    Prefect neither caches nor retries it: manifests say what is done. An artifact that was there already shows
-    as the state "Cached".
+    Its task runs are named after the round or the moment and the stage: `round-000 generate_rollouts`. A lost worker
+    is worth another try: `resources.attempts` in all, with longer and longer waits, made by Prefect where there is
+    one. Prefect does not cache it: manifests say what is done. An artifact that was there already shows as the state
+    "Cached".
     """
 
-    def name() -> str:
-        stage, given = function.__name__, task_run.parameters
-        index = given.get("round_index")
+    def words(given: Mapping[str, Any]) -> list[str]:
+        stage, index = function.__name__, given.get("round_index")
         when = given.get("moment") or str(given.get("label", "")).removesuffix(stage).rstrip("-")
         when = when or ("" if index is None else f"round-{index:03d}")
-        return f"{when} {stage}".strip()
+        return [when, stage] if when else [stage]
+
+    def attempt(number: int, *args: P.args, **kwargs: P.kwargs) -> Outcome:
+        """One try. Says what was lost, and that another follows or that this was the last."""
+        run = cast(Run, args[0])
+        label, most = "-".join(words(kwargs)), run.config.resources.attempts
+        try:
+            return function(*args, **kwargs)
+        except TransientError as error:
+            if not _is_lost_worker(error):
+                raise
+            if number >= most:
+                raise TransientError(f"{label}: attempt {number} of {most} lost, the last: {error}") from error
+            run.display.say(f"{label}: attempt {number} of {most} lost: {error}; trying again")
+            raise
 
     @wraps(function)
     def as_state(*args: P.args, **kwargs: P.kwargs) -> Any:
-        outcome = function(*args, **kwargs)
+        outcome = attempt(task_run.run_count, *args, **kwargs)
         return Completed(name="Cached", data=outcome) if outcome.reused else outcome
 
-    task: Any = prefect.task(cache_policy=NO_CACHE, task_run_name=name, persist_result=False)(as_state)
+    task: Any = prefect.task(
+        cache_policy=NO_CACHE,
+        task_run_name=lambda: " ".join(words(task_run.parameters)),
+        persist_result=False,
+        retry_condition_fn=_may_try_again,
+    )(as_state)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Outcome:
-        if FlowRunContext.get() is None:
-            return function(*args, **kwargs)
-        result: Any = task(*args, **kwargs)
-        return cast(Outcome, result.result() if isinstance(result, State) else result)
+        delays = _backoff(cast(Run, args[0]))
+        if FlowRunContext.get() is not None:
+            result: Any = task.with_options(retries=len(delays), retry_delay_seconds=delays)(*args, **kwargs)
+            return cast(Outcome, result.result() if isinstance(result, State) else result)
+        for number, delay in enumerate(delays, start=1):
+            try:
+                return attempt(number, *args, **kwargs)
+            except TransientError as error:
+                if not _is_lost_worker(error):
+                    raise
+                time.sleep(delay)
+        return attempt(len(delays) + 1, *args, **kwargs)
 
     return call
+
+
+def _backoff(run: Run) -> list[float]:
+    """The waits between attempts: one fewer than there are attempts."""
+    return [_BACKOFF_SECONDS * 2**number for number in range(run.config.resources.attempts - 1)]
+
+
+def _is_lost_worker(error: object) -> bool:
+    """Whether trying again may help. Kinds of TransientError of their own have had their retries already."""
+    return type(error) is TransientError
+
+
+def _may_try_again(task: Any, run: Any, state: State) -> bool:
+    return _is_lost_worker(state.data)
 
 
 def complete(run: Run, job: Job, *, label: str) -> Outcome:
@@ -104,28 +145,18 @@ def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reuse
 
 
 def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:
-    """Launch, and launch again where a worker was lost, at most `resources.attempts` times; then commit."""
-    attempts = run.config.resources.attempts
+    """Launch, then commit. Raises TransientError if a worker is lost."""
     pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
-    for number in range(1, attempts + 1):
-        attempt = store.new_attempt(job)
-        started = time.monotonic()
-        try:
-            metrics = pool.run(
-                layout.run_job(run.directory, label),
-                attempt,
-                on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
-                all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
-            )
-        except TransientError as error:
-            if number == attempts:
-                raise
-            run.display.say(f"{label}: attempt {number} of {attempts} lost: {error}; trying again")
-            time.sleep(_BACKOFF_SECONDS * 2 ** (number - 1))
-            continue
-        seconds = time.monotonic() - started
-        return store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease, run.lease])
-    raise InputError(f"resources.attempts: expected at least 1, found {attempts}")
+    attempt = store.new_attempt(job)
+    started = time.monotonic()
+    metrics = pool.run(
+        layout.run_job(run.directory, label),
+        attempt,
+        on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
+        all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
+    )
+    seconds = time.monotonic() - started
+    return store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease, run.lease])
 
 
 def _shown(outcome: Outcome) -> str:

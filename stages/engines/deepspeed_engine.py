@@ -74,11 +74,19 @@ class TrainingEngine:
         """Switch dropout and the like on or off."""
         self._engine.train(mode)
 
-    def step(self, batches: Sequence[Batch], loss_of: Callable[[Batch], torch.Tensor], *, rate: float) -> float:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        loss_of: Callable[[Batch], torch.Tensor],
+        *,
+        rate: float,
+        where: Callable[[Sequence[Batch]], str],
+    ) -> float:
         """One optimizer step over `batches`; loss_of(batch) is that batch's share of the total loss.
 
-        Every rank must pass the same number of batches. Returns the gradient norm before clipping. Raises
-        GateError before the step if a loss is not finite, after it (nothing is committed yet) if the norm is not.
+        Every rank must pass the same number of batches. where: names the step and what is in the batches. Returns
+        the gradient norm before clipping. Raises GateError before the step if a loss is not finite, after it
+        (nothing is committed yet) if the norm is not.
         """
         if not batches:
             raise GateError("expected at least one microbatch for an optimizer step, found none")
@@ -92,7 +100,8 @@ class TrainingEngine:
             loss = loss_of(batch)
             if not torch.isfinite(loss):
                 raise GateError(
-                    f"loss of microbatch {index} is {loss.item()}; expected a finite number; {self._first_not_finite()}"
+                    f"{where([batch])}: loss of microbatch {index} is {loss.item()}; expected a finite number; "
+                    f"{self._first_not_finite()}"
                 )
             self._engine.backward(loss * self.world_size)
             if is_last and not self._engine.zero_optimization():
@@ -101,7 +110,9 @@ class TrainingEngine:
             self._engine.step()
         value = float(self._engine.get_global_grad_norm() if norm is None else norm)
         if not math.isfinite(value):
-            raise GateError(f"gradient norm is {value}; expected a finite number; {self._first_not_finite()}")
+            raise GateError(
+                f"{where(batches)}: gradient norm is {value}; expected a finite number; {self._first_not_finite()}"
+            )
         return value
 
     def _first_not_finite(self) -> str:

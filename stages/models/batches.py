@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,13 @@ def microbatches(lengths: Sequence[int], *, max_tokens: int, world_size: int = 1
         while len(batches) < most:
             batches.append(Microbatch(rows=(order[-1],), is_filler=True))
     return cut
+
+
+def named(step: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Microbatch]) -> str:
+    """For messages: the step, and the prompts of the rows that `batches` hold."""
+    ids = sorted({str(rows[index]["prompt_id"]) for batch in batches for index in batch.rows})
+    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+    return f"{step}, prompt_id {', '.join(ids[:_SHOWN])}{more}"
 
 
 def _cut(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Microbatch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
 from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, microbatches, pad_sequences
+from stages.models.batches import Microbatch, microbatches, named, pad_sequences
 from stages.models.language import write_model
 from stages.models.scalar import TokenScores, head_digest, load_scalar_model, score_sequences
 from stages.program import Context, Metrics
@@ -89,7 +90,9 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
         limit = job.parameters.trainer.max_tokens_per_microbatch
         batches = microbatches(lengths, max_tokens=limit, world_size=context.world_size)[context.rank]
         torch.manual_seed(seed_at(job.seed, job.STAGE, "step", step, context.rank))
-        engine.step(batches, loss_of, rate=learning_rate(settings.optimizer, step=step, num_steps=num_steps))
+        rate = learning_rate(settings.optimizer, step=step, num_steps=num_steps)
+        where = partial(named, f"{job.STAGE}, optimizer step {step}", rows)
+        engine.step(batches, loss_of, rate=rate, where=where)
         value = sum_over_ranks(total)[0]
         figures.append({"round_index": -1, "stage": job.STAGE, "step": step, "metric": "train_loss", "value": value})
         snapshots.after(step + 1, engine, figures)

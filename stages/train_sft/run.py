@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
 from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, microbatches
+from stages.models.batches import Microbatch, TokenBatch, microbatches, named
 from stages.models.language import TokenLogprobs, base_model, export_policy
 from stages.program import Context, Metrics
 from stages.snapshots import StageSnapshots
@@ -98,7 +99,8 @@ def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, co
 
         torch.manual_seed(seed_at(job.seed, job.STAGE, "step", step, context.rank))
         rate = learning_rate(sft.optimizer, step=step, num_steps=sft.steps)
-        engine.step(batches, loss_of, rate=rate)
+        where = partial(named, f"{job.STAGE}, optimizer step {step}", batch_rows)
+        engine.step(batches, loss_of, rate=rate, where=where)
         value = sum_over_ranks(total)[0]
         figures.append({"round_index": -1, "stage": job.STAGE, "step": step, "metric": "train_loss", "value": value})
         snapshots.after(step + 1, engine, figures)

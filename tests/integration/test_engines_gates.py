@@ -85,7 +85,7 @@ def step(engine: Any, batches: list[Microbatch], *, factor: float = 1.0, power: 
         loss: torch.Tensor = -(found * factor).sum().pow(power) / 60 * (0.0 if batch.is_filler else 1.0)
         return loss
 
-    norm: float = engine.step(batches, loss_of, rate=1e-3)
+    norm: float = engine.step(batches, loss_of, rate=1e-3, where=lambda batches: f"step 7 of {len(batches)}")
     return norm
 
 
@@ -109,7 +109,7 @@ def test_a_gradient_that_is_not_finite_stops_at_the_step(one_rank: None, zero_st
     batches = [Microbatch(rows=(0, 1))]
     healthy, sick = engine_of(tiny(), zero_stage=zero_stage), engine_of(tiny(), zero_stage=zero_stage)
     assert 0.01 < step(healthy, batches) < 100.0
-    with pytest.raises(GateError, match=r"gradient norm is (nan|inf|-1.0); expected a finite number"):
+    with pytest.raises(GateError, match=r"^step 7 of 1: gradient norm is (nan|inf|-1.0); expected a finite number"):
         step(sick, batches, factor=0.0, power=0.5)
 
 
@@ -316,7 +316,8 @@ def test_weights_that_are_not_finite_are_named(house: House, policy: ArtifactRef
     looked = house.logprobs(settings(GRPO), state, rollouts=written["rollouts"], reference=policy)
     assert "expected finite old_logprobs, found [" in gate(looked)
     said = gate(house.update(settings(GRPO), state, **written))
-    assert said.startswith("loss of microbatch 0 is nan; expected a finite number; parameter")
+    assert said.startswith("round 0, optimizer step 0, prompt_id ")
+    assert ": loss of microbatch 0 is nan; expected a finite number; parameter" in said
     assert said.endswith(f"{name} is not finite")
 
 

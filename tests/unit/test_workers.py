@@ -29,7 +29,8 @@ from stages.workers import PoolSpec, WorkerPool
 
 # A worker that speaks the protocol of stages.program; what it does is what the order's `job` says.
 WORKER = """
-import json, os, signal, subprocess, sys, time
+import fcntl, json, os, re, signal, subprocess, sys, time
+from pathlib import Path
 from stages.artifacts.errors import DamagedArtifact, GateError, InputError, RatchetError, SourceUnavailable
 from stages.artifacts.errors import TransientError
 import stages.program as program
@@ -47,6 +48,15 @@ def execute(words, context):
             os.kill(os.getpid(), signal.SIGKILL)
         case "hang":
             time.sleep(60)
+        case "gil":
+            re.match("(a+)+$", "a" * 60 + "b")
+        case "lock":
+            fcntl.flock(open(rest[0], "w"), fcntl.LOCK_EX)
+        case "join" if rank == 1:
+            while not os.path.exists(rest[0]):
+                time.sleep(0.05)
+        case "join":
+            time.sleep(0.2)
         case "slow":
             for index in range(8):
                 time.sleep(0.25)
@@ -55,6 +65,10 @@ def execute(words, context):
             child = subprocess.Popen(["sleep", "60"])
             context.progress(f"child {child.pid}", 0, 1)
             time.sleep(60)
+        case "heir":
+            if os.fork() == 0:
+                time.sleep(60)
+            os._exit(7)
         case "input":
             raise InputError("a bad row")
         case "gate":
@@ -71,11 +85,18 @@ def execute(words, context):
             raise KeyError("oops")
     return {}
 
+program.write_stacks_on_signal(Path(sys.argv[2]))
 program.load_job = lambda path: str(path).removeprefix("/")
 program.execute = execute
 with os.fdopen(int(sys.argv[1]), "w") as replies:
     program.serve(replies, warm="json")
 """
+
+
+def toy_command(argv: list[str]) -> list[str]:
+    """What starts the toy program in the place of `argv`, with the same files."""
+    given = [argv[argv.index(name) + 1] for name in ("--replies", "--stacks")]
+    return [sys.executable, "-c", WORKER, *given]
 
 
 @pytest.fixture
@@ -84,8 +105,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     real = workers.ChildProcess
 
     def start(argv: list[str], **more: object) -> workers.ChildProcess:
-        descriptor = argv[argv.index("--replies") + 1]
-        return real([sys.executable, "-c", WORKER, descriptor], **more)  # type: ignore[arg-type]
+        return real(toy_command(argv), **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(workers, "ChildProcess", start)
 
@@ -183,7 +203,7 @@ def test_silence_counts_as_lost_and_progress_does_not(open_pool: Callable[..., W
     assert run(pool, "slow") == {}
     (worker,) = pool._workers
     started = time.monotonic()
-    with pytest.raises(TransientError, match=r"rank \[0\]: expected progress within 1 s, found none; log: "):
+    with pytest.raises(TransientError, match=r"rank \[0\]: expected progress within 1 s, found none; .*; log: "):
         run(pool, "hang")
     assert time.monotonic() - started < 5.0
     assert not is_alive(worker.child.pid)
@@ -215,8 +235,7 @@ from pathlib import Path
 import tests.unit.test_workers as here
 from stages import workers
 real = workers.ChildProcess
-workers.ChildProcess = lambda argv, **more: real(
-    [sys.executable, "-c", here.WORKER, argv[argv.index("--replies") + 1]], **more)
+workers.ChildProcess = lambda argv, **more: real(here.toy_command(argv), **more)
 pool = workers.WorkerPool(workers.PoolSpec("trainer", "cpu", 2, 1), logs=Path(sys.argv[1]))
 def show(what, done, total):
     print(json.dumps([int(what.split()[1]), *(w.child.pid for w in pool._workers)]), flush=True)

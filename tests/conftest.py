@@ -1,4 +1,4 @@
-"""Worker pools and artifacts that the engine tests share: engines take seconds to start, so each starts once."""
+"""Worker pools, stores and artifacts that tests of several folders share: engines are slow, so each starts once."""
 
 from __future__ import annotations
 
