@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-_PREFIX = "ratchet-"
+_PREFIX = "ratchet-rendezvous-"
 
 
 class Rendezvous:

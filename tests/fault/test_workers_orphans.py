@@ -74,11 +74,11 @@ def test_no_process_outlives_a_killed_flow(tmp_path: Path, prefect_home: Path, t
         slowest = max(slowest, time.monotonic() - killed)
         assert alive == [], [process.cmdline() for process in alive]
         ended.append(before)
-        left = max(left, len(list(temporary.glob("ratchet-*"))))
+        left = max(left, len(list(temporary.glob("ratchet-rendezvous-*"))))
     assert max(ended) >= 7, "the flow, a server, a generator, a trainer, and a watcher for each"
     assert left >= 1
     remove_stale()
-    assert list(temporary.glob("ratchet-*")) == []
+    assert list(temporary.glob("ratchet-rendezvous-*")) == []
     print(f"R19: {len(chosen)} flows killed with {ended} processes, all gone after {slowest:.1f} s at most")
 
 
@@ -95,8 +95,8 @@ def test_a_rendezvous_lasts_as_long_as_its_process(temporary: Path) -> None:
     )  # fmt: skip
     assert theirs.stdout is not None
     other = Path(theirs.stdout.readline().strip())
-    (temporary / "ratchet-file").write_text("not a directory")
-    (temporary / "ratchet-link").symlink_to(ROOT)
+    (temporary / "ratchet-rendezvous-file").write_text("not a directory")
+    (temporary / "ratchet-rendezvous-link").symlink_to(ROOT)
     assert remove_stale() == 0 and mine.path.is_dir() and other.is_dir()
     assert oct(mine.path.stat().st_mode & 0o777) == "0o700"
     theirs.kill()
