@@ -100,7 +100,7 @@ PREFLIGHT = [
     ),
     Bad(
         "a disk too small",
-        (HUGE, "rounds.count=200"),
+        (HUGE, "rounds.count=200", "rounds.snapshot_every=1"),
         ("store", "expected about", "free", "retention.policies (now all)", "rounds.snapshot_every (now 1)"),
     ),
     Bad(
