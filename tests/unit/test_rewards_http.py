@@ -20,7 +20,6 @@ from pydantic import ValidationError
 
 from configs.load import explain
 from configs.rewards import HttpSource
-from flows.preflight import _check_source
 from stages.artifacts.errors import InputError, SourceUnavailable
 from stages.artifacts.store import new_attempt
 from stages.program import Context
@@ -104,7 +103,7 @@ def test_a_source_is_named_after_a_plain_host(url: str, name: str) -> None:
 
 def test_the_token_must_be_there_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     source = HttpSource(url="http://host/score", token_env="REWARD_TOKEN")
-    for check in (check_http_source, validate_options, _check_source):
+    for check in (check_http_source, validate_options):
         monkeypatch.delenv("REWARD_TOKEN", raising=False)
         with pytest.raises(
             InputError, match=r"'host': token_env: expected a token .* variable REWARD_TOKEN, found none"
