@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator
 
 from configs.base import Frozen
+from configs.secrets import is_secret_name
 
 LARGEST_REWARD = 3.4e38
 """float32, in which rewards are stored, holds no more."""
@@ -113,6 +114,11 @@ class HttpSource(Frozen):
             raise ValueError(
                 "expected the name of an environment variable in capitals, such as REWARD_TOKEN, found something else; "
                 "never put the token itself here"
+            )
+        if value is not None and not is_secret_name(value):
+            raise ValueError(
+                f"expected a name that says that it is a secret, such as REWARD_TOKEN, found {value}; by that word its "
+                "value is kept out of logs"
             )
         return value
 

@@ -32,6 +32,11 @@ REFUSED = {
     "a URL from a variable": ("store", "${DATA_URL}", "store: expected no secret"),
     "the secret itself": ("tracking.project", f"p-{SECRET}", "environment variable JUDGE_TOKEN"),
     "in a list": ("data.prompts", {"kind": "files", "path": "x", "columns": {"prompt": SECRET}}, "columns.prompt"),
+    "for a server, unrecognised in a log": (
+        "rewards",
+        [{"kind": "http", "url": "http://127.0.0.1:9/score", "token_env": "JUDGE"}],
+        "token_env: expected a name that says that it is a secret, such as REWARD_TOKEN, found JUDGE",
+    ),
     "in a wrong place": ("rounds.count", SECRET, "rounds.count"),
 }
 

@@ -164,7 +164,7 @@ WORDS = (
     "cpu",
     "cuda",
 )
-MORE_WORDS = ("length", "keywords", "always", "truncate_left", "messages", "rules:other", "z", "cpu", "answer", "OTHER")
+MORE_WORDS = ("length", "keywords", "always", "truncate_left", "messages", "rules:other", "z", "cpu", "answer", "A_KEY")
 ANOTHER_FINGERPRINT = "b" * 32
 
 
@@ -178,7 +178,12 @@ def others(value: Any) -> list[Any]:
         case float():
             return [value / 2, value + 0.125, 0.0]
         case str():
-            return [f"{value}x", ANOTHER_FINGERPRINT, *(word for word in (*WORDS, *MORE_WORDS) if word != value)]
+            return [
+                f"{value}x",
+                ANOTHER_FINGERPRINT,
+                ANOTHER_TOKEN,
+                *(word for word in (*WORDS, *MORE_WORDS) if word != value),
+            ]
         case None:
             return [1, 0.5, "x", {}]
         case _:

@@ -141,11 +141,11 @@ def test_a_disk_that_is_too_small_is_refused_in_seconds(small_disk: Path) -> Non
         preflight(config(small_disk / "store", rounds__snapshot_every=1))
     seconds = time.monotonic() - started
     message = str(caught.value)
-    assert message.startswith(f"store {small_disk / 'store'}: expected about 16.8 MB free")
-    for word in ("snapshots 12.3 MB", "retention.policies (now all)", "rounds.snapshot_every"):
+    assert message.startswith(f"store {small_disk / 'store'}: expected about 8.6 MB free")
+    for word in ("snapshots 4.1 MB", "retention.policies (now all)", "rounds.snapshot_every"):
         assert word in message
     assert re.search(r"found [34]\.\d MB free", message)
-    print(f"R07: 16.8 MB against 4.2 MB free refused in {seconds:.2f} s")
+    print(f"R07: 8.6 MB against 4.2 MB free refused in {seconds:.2f} s")
     assert seconds < 5.0
 
 
