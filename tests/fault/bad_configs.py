@@ -85,8 +85,8 @@ PREFLIGHT = [
     Bad("a reserved name", (VERIFIER % "exact_match, name: total",), ("'total'", "expected a name other than")),
     Bad(
         "a reward server whose token is not set",
-        ("rewards=[{kind: http, url: 'http://127.0.0.1:9/score', token_env: RATCHET_NO_SUCH}]",),
-        ("token_env", "RATCHET_NO_SUCH"),
+        ("rewards=[{kind: http, url: 'http://127.0.0.1:9/score', token_env: RATCHET_NO_SUCH_TOKEN}]",),
+        ("token_env", "RATCHET_NO_SUCH_TOKEN"),
     ),
     Bad("no such model", ("model.base={kind: pretrained, path: ./no/model}",), ("model.base.path", "./no/model")),
     Bad(

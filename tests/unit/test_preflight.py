@@ -138,7 +138,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_disk_that_is_too_small_is_refused_in_seconds(small_disk: Path) -> None:
     started = time.monotonic()
     with pytest.raises(InputError) as caught:
-        preflight(config(small_disk / "store", rounds__snapshot_every=1))
+        preflight(config(small_disk / "store"))
     seconds = time.monotonic() - started
     message = str(caught.value)
     assert message.startswith(f"store {small_disk / 'store'}: expected about 8.6 MB free")
