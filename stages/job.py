@@ -53,6 +53,11 @@ class Job(Frozen):
         """The name of the artifact that this job makes."""
         return ArtifactRef(stage=self.STAGE, fingerprint=self.fingerprint)
 
+    @property
+    def promises_bits(self) -> bool:
+        """Whether making the artifact again gives the same bits (level A)."""
+        return self.compute.device == "cpu"
+
     def document(self) -> dict[str, Any]:
         """The content of job.json."""
         return {"stage": self.STAGE, "version": self.VERSION, "fingerprint": self.fingerprint} | self.model_dump(

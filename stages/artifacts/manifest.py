@@ -88,7 +88,7 @@ def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_s
         job=job.model_dump(mode="json"),
         files=index_files(attempt),
         metrics=metrics,
-        determinism="A" if job.compute.device == "cpu" else "B",
+        determinism="A" if job.promises_bits else "B",
         libraries=library_versions(),
         git_revision=_git_revision(),
         wall_seconds=wall_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from configs.base import Frozen
-from configs.rewards import SETTINGS_OF_ASKING, RewardSource
+from configs.rewards import SETTINGS_OF_ASKING, HttpSource, RewardSource
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 
@@ -36,3 +36,8 @@ class ScoreRollouts(Job):
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(f"parameters.sources.*.{name}" for name in SETTINGS_OF_ASKING)
     inputs: Inputs
     parameters: Parameters
+
+    @property
+    def promises_bits(self) -> bool:
+        """Not where somebody else's server scores: what it says is kept, not asked for again."""
+        return super().promises_bits and not any(isinstance(s, HttpSource) for s in self.parameters.sources)

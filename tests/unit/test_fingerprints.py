@@ -178,12 +178,7 @@ def others(value: Any) -> list[Any]:
         case float():
             return [value / 2, value + 0.125, 0.0]
         case str():
-            return [
-                f"{value}x",
-                ANOTHER_FINGERPRINT,
-                ANOTHER_TOKEN,
-                *(word for word in (*WORDS, *MORE_WORDS) if word != value),
-            ]
+            return [f"{value}x", ANOTHER_FINGERPRINT, *(word for word in (*WORDS, *MORE_WORDS) if word != value)]
         case None:
             return [1, 0.5, "x", {}]
         case _:
@@ -303,3 +298,14 @@ def test_how_a_server_is_asked_does_not_count_and_which_one_does() -> None:
                 assert type(job).model_validate(document).fingerprint != job.fingerprint
                 held_by.add(job.STAGE)
     assert held_by == {"score_rollouts", "prepare_datasets"}
+
+
+def test_bits_are_promised_on_cpu_and_not_by_somebody_elses_server() -> None:
+    (job,) = (job for job in JOBS if job.STAGE == "score_rollouts")
+    on_cpu = job.compute.model_copy(update={"device": "cpu", "gpus": ()})
+    for sources, promised in ((("verifier",), True), (("verifier", "http"), False)):
+        kinds = {"verifier": VerifierSource(verifier="countdown"), "http": HttpSource(url="http://127.0.0.1:1/score")}
+        parameters = job.parameters.model_copy(update={"sources": tuple(kinds[name] for name in sources)})
+        other = job.model_copy(update={"compute": on_cpu, "parameters": parameters})
+        assert other.promises_bits is promised
+    assert not job.model_copy(update={"compute": Compute(device="cuda", gpus=(0,))}).promises_bits
