@@ -95,7 +95,7 @@ def _kept(config: RunConfig, *, left: int) -> tuple[int, int]:
     """Policies and snapshots that are written from now on and are on the disk at the same time, at most."""
     every, made = config.rounds.snapshot_every, config.rounds.count - left
     kept = config.retention.policies
-    policies = left if kept is None else min(left, kept + every + 1)  # the best one, and those of a redo
+    policies = left if kept is None else min(left, kept + 2)  # the best one, and one being written
     have = min(made // every, config.retention.snapshots)
     return policies, min(-(-left // every), config.retention.snapshots + 1 - have)
 

@@ -83,6 +83,11 @@ PREFLIGHT = [
         ("option 'required'", "expected", "found 3"),
     ),
     Bad("a reserved name", (VERIFIER % "exact_match, name: total",), ("'total'", "expected a name other than")),
+    Bad(
+        "a reward server whose token is not set",
+        ("rewards=[{kind: http, url: 'http://127.0.0.1:9/score', token_env: RATCHET_NO_SUCH_TOKEN}]",),
+        ("token_env", "RATCHET_NO_SUCH_TOKEN"),
+    ),
     Bad("no such model", ("model.base={kind: pretrained, path: ./no/model}",), ("model.base.path", "./no/model")),
     Bad(
         "a model with code",
@@ -100,7 +105,7 @@ PREFLIGHT = [
     ),
     Bad(
         "a disk too small",
-        (HUGE, "rounds.count=200"),
+        (HUGE, "rounds.count=200", "rounds.snapshot_every=1"),
         ("store", "expected about", "free", "retention.policies (now all)", "rounds.snapshot_every (now 1)"),
     ),
     Bad(

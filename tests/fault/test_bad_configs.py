@@ -19,7 +19,7 @@ from tests.fault.bad_configs import ALL, VALUES, Bad
 from tests.integration.pipelines import ROOT, TINY_GRPO, environment
 
 TORTURE = bool(os.environ.get("RATCHET_TORTURE"))
-FROM_THE_COMMAND_LINE = len(ALL) if TORTURE else 8
+FROM_THE_COMMAND_LINE = len(ALL) if TORTURE else 6
 
 
 @pytest.fixture(autouse=True)

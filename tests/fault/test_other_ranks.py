@@ -25,7 +25,16 @@ if os.environ.get("RATCHET_TORTURE"):
 def _words(ranks: int) -> list[str]:
     """A reward that even an untrained model gets some of, so that there is something to learn from."""
     rule = "rewards=[{kind: verifier, verifier: position_match}]"
-    return ["--rounds", "3", "--set", rule, "--set", f"resources.trainer.ranks={ranks}"]
+    return [
+        "--rounds",
+        "3",
+        "--set",
+        "rounds.snapshot_every=1",
+        "--set",
+        rule,
+        "--set",
+        f"resources.trainer.ranks={ranks}",
+    ]
 
 
 def _until(line: str, store: Path, *more: str, home: Path) -> None:
