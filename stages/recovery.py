@@ -12,7 +12,7 @@ from pathlib import Path
 from configs.resources import TrainerResources
 from stages.artifacts.durable import digest_file, remove
 from stages.artifacts.errors import GateError
-from stages.artifacts.manifest import Manifest, damaged, read_manifest
+from stages.artifacts.manifest import Manifest, damaged, library_versions, read_manifest
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.store import is_released, open_artifact
 from stages.job import Job
@@ -110,8 +110,8 @@ def _usable_snapshot(made_by: UpdatePolicy, now: TrainerResources) -> ArtifactRe
 
 def _require_the_committed_policy(redo: Redo, trainer: Trainer, job: Job, context: Context) -> None:
     """Gate: the redone policy has the committed one's bits. Without a promise of bits there is nothing to compare."""
-    same_machine = redo.job.compute.model_copy(update={"gpus": ()}) == job.compute.model_copy(update={"gpus": ()})
-    if redo.manifest.determinism != "A" or not same_machine:
+    same_compute = redo.job.compute.model_copy(update={"gpus": ()}) == job.compute.model_copy(update={"gpus": ()})
+    if redo.manifest.determinism != "A" or not same_compute or redo.manifest.libraries != library_versions():
         return
     out = context.out.with_name(f"{context.out.name}.redo")
     trainer.save_policy(out, rank=context.rank)
