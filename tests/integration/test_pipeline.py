@@ -91,6 +91,7 @@ def test_a_changed_reward_weight_runs_scoring_and_what_follows_alone(finished: R
         "round-000-score_rollouts",
         "round-000-estimate_advantages",
         "round-000-update_policy",
+        "round-000-snapshot_trainer",
         "after-000-generate_rollouts",
         "after-000-score_rollouts",
         "after-000-evaluate_policy",
@@ -175,8 +176,10 @@ def test_a_damaged_artifact_is_put_aside_and_made_again(finished: Result, store:
     assert json.loads((victim.parent / "manifest.json").read_text())["files"] == json.loads(manifest)["files"]
 
 
-@pytest.mark.parametrize("stage", PPO_STAGES)
-def test_every_stage_runs_by_hand_to_the_same_bits(
+@pytest.mark.parametrize(
+    "stage", ["prepare_datasets", "label_preferences", "generate_rollouts", "estimate_advantages", "update_policy"]
+)
+def test_a_stage_runs_by_hand_to_the_same_bits(
     stage: str, finished: Result, run_directory: Path, tmp_path: Path
 ) -> None:
     job = sorted((run_directory / "jobs").glob(f"*{stage}.json"))[-1]
