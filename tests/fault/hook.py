@@ -95,9 +95,9 @@ class Hook:
             return
         os.write(descriptor, self._stage.encode())
         os.close(descriptor)
-        rows = [line.split("\t") for line in (self.directory / "processes").read_text().splitlines()]
-        launchers = [int(pid) for pid, kind in rows if kind == "launcher"]
-        workers = [int(pid) for pid, kind in rows if kind == "worker"]
+        up = [process for process in signed_in(self.directory) if process.is_up()]
+        launchers = [process.pid for process in up if process.kind == "launcher"]
+        workers = [process.pid for process in up if process.kind == "worker"]
         match self.plans[index].victim:
             case "launcher":
                 victims = launchers
@@ -121,9 +121,35 @@ def append(path: Path, text: str) -> None:
         os.close(descriptor)
 
 
+@dataclass(frozen=True)
+class SignedIn:
+    """A process of a start. born: when it began, so that another one with the same id is not taken for it."""
+
+    pid: int
+    kind: Literal["launcher", "worker"]
+    born: str
+
+    def is_up(self) -> bool:
+        """Whether it still exists."""
+        return _born(self.pid) == self.born
+
+
+def _born(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def signed_in(directory: Path) -> list[SignedIn]:
+    """The processes of a start."""
+    rows = (line.split("\t") for line in (directory / "processes").read_text().splitlines())
+    return [SignedIn(int(pid), "launcher" if kind == "launcher" else "worker", born) for pid, kind, born in rows]
+
+
 def sign_in(directory: Path, kind: Literal["launcher", "worker"]) -> None:
     """Write this process down as one of the run's, and install its hook."""
-    append(directory / "processes", f"{os.getpid()}\t{kind}\n")
+    append(directory / "processes", f"{os.getpid()}\t{kind}\t{_born(os.getpid())}\n")
     Hook(directory).install()
 
 
@@ -168,9 +194,9 @@ def operations(directory: Path) -> list[Operation]:
     """The operations of one start, in order."""
     if not (directory / "operations").exists():
         return []
-    signed = dict(line.split("\t") for line in (directory / "processes").read_text().splitlines())
+    signed = {process.pid: process.kind for process in signed_in(directory)}
     rows = (line.split("\t") for line in (directory / "operations").read_text().splitlines())
-    return [Operation("launcher" if signed[pid] == "launcher" else "worker", float(at), name) for pid, at, name in rows]
+    return [Operation(signed[int(pid)], float(at), name) for pid, at, name in rows]
 
 
 def deaths(directory: Path) -> list[str]:

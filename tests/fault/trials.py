@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from tests.fault.nursery import ENVIRONMENT
 from tests.integration.pipelines import ROOT, TINY_GRPO, TINY_PPO
 
 TORTURE = os.environ.get("RATCHET_TORTURE") == "1"
-START_SECONDS = 300.0
+START_SECONDS = 120.0
 
 
 def trials(sample: int, *, full: int) -> int:
@@ -92,6 +93,8 @@ class Nursery:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
+        self.environment = {"RATCHET_KEY_FILE": str(directory / "key"), "TMPDIR": str(directory / "tmp")}
+        (directory / "tmp").mkdir(exist_ok=True)
         self._starts = 0
         self._lock = threading.Lock()
         self._born: dict[int, Future[int]] = {}
@@ -100,7 +103,7 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.fault.nursery"],
                 cwd=ROOT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **self.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -182,7 +185,11 @@ class Started:
 
     def wait(self, *, seconds: float = START_SECONDS) -> Ended:
         """Wait for its end."""
-        message = self._end.result(timeout=seconds)
+        try:
+            message = self._end.result(timeout=seconds)
+        except TimeoutError:
+            os.kill(self.pid, signal.SIGKILL)
+            raise AssertionError(f"expected an end within {seconds} s: {self.directory}\n{self.out}") from None
         return Ended(
             code=message["code"],
             seconds=message["seconds"],
