@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.campaign import Aim, Chain, aim_at_intervals, aim_at_operations, aim_at_random, chain
-from tests.fault.trials import Nursery, Reference, rng, trials
+from tests.fault.trials import GRPO, Nursery, Reference, rng, trials
 
 pytestmark = pytest.mark.timeout(0)
 SEED = 3
@@ -82,3 +85,12 @@ def test_r04_in_a_storm_of_kills_it_ends_with_the_same_bits(
     print(f"{line}; {lost} of {made} stages begun again, {100 * lost / made:.0f} %")
     assert [line for c in done for line in c.different] == []
     assert lost <= 0.2 * made or len(done) < 20, "what was finished is never begun again"
+
+
+def test_a_lock_that_a_killed_compiler_left_holds_nobody_up(nursery: Nursery, tmp_path: Path) -> None:
+    built = Path(os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
+    shutil.copytree(built, tmp_path / "extensions")
+    (tmp_path / "extensions" / "deepspeed_shm_comm" / "lock").touch()
+    started = nursery.start(GRPO, tmp_path / "store", env={"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")})
+    started.wait_for("train_sft   ", seconds=60.0)
+    started.kill()

@@ -198,6 +198,11 @@ class Started:
             deaths=tuple(deaths(self.directory)),
         )
 
+    def kill(self) -> Ended:
+        """kill -9 the launcher, and wait for its end."""
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
     def wait_for(self, text: str, *, seconds: float = START_SECONDS) -> None:
         """Wait until it has said `text`."""
         deadline = time.monotonic() + seconds
