@@ -51,9 +51,15 @@ class Forked(subprocess.Popen[bytes]):
             super()._execute_child(args, *given)  # type: ignore[misc]
             return
         _, _, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = given[:15]
+        told, tells = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.setsid()
+            os.write(tells, b".")
             _become_worker(args, env, cwd, pass_fds, (p2cread, c2pwrite, errwrite))
+        os.read(told, 1)  # as Popen returns, the child has a session of its own
+        os.close(told)
+        os.close(tells)
         self.pid = pid
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -64,7 +70,6 @@ def _become_worker(
 ) -> NoReturn:
     code = 1
     try:
-        os.setsid()
         for number, stream in enumerate(streams):
             if stream >= 0:
                 os.dup2(stream, number)
@@ -112,7 +117,6 @@ def _launch(order: dict[str, Any]) -> int:
     from tests.fault.hook import sign_in
 
     os.environ.update(order["env"])
-    os.chdir(order.get("cwd", "."))
     if "file_size" in order:
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead
@@ -120,7 +124,7 @@ def _launch(order: dict[str, Any]) -> int:
     sign_in(Path(order["fault"]), "launcher")
     try:
         config = rlhf.resolve(order["config"], overrides=order["overrides"], rounds=None, seed=None)
-        rlhf.run_pipeline(config, until="policy", print_lines=True)
+        rlhf.run_pipeline(config, until="policy", print_lines=True, take_over=order.get("take_over", False))
     except RatchetError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

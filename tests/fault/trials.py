@@ -43,7 +43,14 @@ class Case:
 
 
 PPO = Case(
-    "ppo", TINY_PPO, {"rounds.snapshot_every": 2, "sft.snapshot_every": 15, "reward_model.snapshot_every": 2}
+    "ppo",
+    TINY_PPO,
+    {
+        "rounds.snapshot_every": 2,
+        "sft.snapshot_every": 15,
+        "reward_model.snapshot_every": 2,
+        "retention.snapshots": 1,
+    },
 )
 GRPO = Case(
     "grpo",
@@ -125,7 +132,7 @@ class Nursery:
         self._process.wait(timeout=30.0)
 
     def start(self, case: Case, store: Path, *plans: Plan, **more: Any) -> Started:
-        """Start a run and return at once. more: `overrides`, `env`, `limits` (RLIMIT_FSIZE bytes), `cwd`."""
+        """Start a run and return at once. more: `overrides`, `env`, `file_size` (the limit, in bytes), `take_over`."""
         with self._lock:
             self._starts += 1
             number = self._starts
@@ -197,6 +204,11 @@ class Started:
             directory=self.directory,
             deaths=tuple(deaths(self.directory)),
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._end.done()
 
     def kill(self) -> Ended:
         """kill -9 the launcher, and wait for its end."""
