@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, cast
 
 import prefect
@@ -106,6 +107,8 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     label: names job file, log lines and metrics within the run. Raises NotDone in a replay, DamagedArtifact if
     a committed artifact does not match its manifest, and what the stage raised.
     """
+    if not run.replay:
+        run.lease.require()
     kept = run.kept.get(label)
     manifest = store.verify(job.store, kept) if kept is not None else None
     if kept is not None and manifest is not None:
@@ -114,7 +117,7 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     if manifest is None and run.replay:
         raise NotDone(label)
     path = layout.run_job(run.directory, label)
-    if not run.replay and not (path.exists() and read_json(path) == job.document()):
+    if not run.replay and not _says(path, job.document()):
         write_json(path, job.document())
     reused = manifest is not None
     if manifest is None:
@@ -142,6 +145,14 @@ def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reuse
         f"{label:<38} {'already done' if reused else f'{outcome.seconds:6.1f} s'}  {_shown(outcome)}".rstrip()
     )
     return outcome
+
+
+def _says(path: Path, document: dict[str, Any]) -> bool:
+    """Whether the job file is there and whole."""
+    try:
+        return bool(read_json(path) == document)
+    except (OSError, ValueError):
+        return False
 
 
 def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:

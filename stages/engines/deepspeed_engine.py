@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 from collections import OrderedDict
@@ -14,7 +13,6 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.comm.torch import build_shm_op
 from torch import nn
 
 from configs.models import Optimizer
@@ -31,30 +29,12 @@ def join_ranks(device: torch.device) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        _load_kernel(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{os.environ['RATCHET_RENDEZVOUS']}",
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
-
-
-def _load_kernel(extensions: Path) -> None:
-    """Load DeepSpeed's communication kernel, one process at a time, and compile it if it is not there.
-
-    torch guards a build with a file that a killed process leaves behind, and then waits for its end for ever. A flock
-    is free as soon as its owner is dead: whoever holds it knows that a file found there is nobody's.
-    """
-    extensions.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(extensions / "ratchet.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        (extensions / "deepspeed_shm_comm" / "lock").unlink(missing_ok=True)
-        build_shm_op()
-    finally:
-        os.close(descriptor)
 
 
 class TrainingEngine:
