@@ -25,9 +25,9 @@ from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
 from stages.artifacts.lease import Lease
-from stages.artifacts.room import room_for
 from stages.artifacts.manifest import write_manifest
 from stages.artifacts.private import keep_files_private
+from stages.artifacts.room import room_for
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
 from stages.stacks import write_stacks_on_signal

@@ -82,7 +82,7 @@ def _become_worker(
         if env is not None:
             os.environ.clear()
             os.environ.update(env)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - it stays open
         from tests.fault.hook import VARIABLE, sign_in
 
         if VARIABLE in os.environ:

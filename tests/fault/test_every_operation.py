@@ -37,12 +37,18 @@ def committed(operations: Sequence[Operation]) -> list[tuple[int, str]]:
 
 
 def plan_for(reference: Reference, index: int) -> tuple[Plan, int]:
-    """How to die before that operation, from a store that lacks nothing before the artifact it belongs to."""
+    """How to die before that operation, and where the store's prefix ends: before the artifact it belongs to."""
     operations, chosen = reference.operations, reference.operations[index]
-    start = max((at for at, _ in committed(operations) if at < index), default=-1) + 1
-    since = 0 if chosen.name.partition(" ")[2].startswith("runs/") else start
-    nth = sum(o.name == chosen.name and o.by == chosen.by for o in operations[since : index + 1])
-    return Plan(chosen.name, nth=nth), index
+    where = chosen.name.partition(" ")[2]
+    commits = [(-1, ""), *((at, place) for at, place in committed(operations) if at < index)]
+    at, place = commits[-1]
+    if where in (place.rpartition("/")[0], place.replace("artifacts/", "attempts/")):  # what follows a commit
+        before, since = at, commits[-2][0] + 1
+    else:
+        before, since = index, at + 1
+    first = 0 if where.startswith("runs/") else since
+    nth = sum(o.name == chosen.name and o.by == chosen.by for o in operations[first : index + 1])
+    return Plan(chosen.name, nth=nth), before
 
 
 def trial(nursery: Nursery, reference: Reference, index: int, store: Path) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def trial(nursery: Nursery, reference: Reference, index: int, store: Path) -> di
     prefix(reference, store, before=before)
     died = nursery.run(reference.case, store, plan)
     wrong = [] if died.code == -9 else [f"expected a death, found exit code {died.code}"]
-    later = [where for at, where in committed(reference.operations) if at >= index][:2]
+    later = [where for at, where in committed(reference.operations) if at >= before][:2]
     again = nursery.start(reference.case, store)
     if len(later) == 2:
         while not again.is_over and not (store / later[1] / layout.MANIFEST).exists():

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.campaign import compared
+from tests.fault.hook import VARIABLE, Plan, deaths, prepare
 from tests.fault.trials import Case, Nursery, Reference, rng, trials
 from tests.integration.pipelines import ROOT, environment, heed_interrupts
 
@@ -31,7 +32,8 @@ def typed(
     for key, value in case.overrides.items():
         argv += ["--set", f"{key}={json.dumps(value)}"]
     env = environment(home, **nursery.environment, **extra)
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = [extra.get("PYTHONPATH"), str(ROOT), os.environ.get("PYTHONPATH")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with log.open("ab") as output:
         return subprocess.Popen(
             argv, cwd=cwd, env=env, stdout=output, stderr=output, start_new_session=True, preexec_fn=heed_interrupts
@@ -68,6 +70,29 @@ def test_r01_elsewhere_it_ends_with_the_same_bits(
     assert different == []
 
 
+def test_r03_in_processes_of_their_own_it_is_the_same(
+    nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
+) -> None:
+    started, count, different = time.monotonic(), trials(1, full=10), []
+    for number in range(count):
+        reference, draw = references[("ppo", "grpo")[number % 2]], rng(SEED, "R03", number)
+        worker_made = [o for o in reference.operations if o.by == "worker"]
+        plan = Plan(draw.choice(worker_made[: len(worker_made) // 2]).name)
+        store, log, fault = tmp_path / str(number), tmp_path / f"log-{number}", tmp_path / f"fault-{number}"
+        prepare(fault, [plan], store=store)
+        more = {VARIABLE: str(fault), "PYTHONPATH": str(Path(__file__).with_name("site"))}
+        process = typed(reference.case, store, nursery, home=tmp_path / "prefect", log=log, **more)
+        assert process.wait(timeout=300.0) == -signal.SIGKILL, log.read_text()
+        assert deaths(fault)
+        nursery.finish(reference.case, store)
+        different += compared(reference, store)
+    print(
+        f"R03: {count} of {count} typed commands died before a worker's operation and went on, "
+        f"{'all same' if not different else 'not same'}; {time.monotonic() - started:.0f} s"
+    )
+    assert different == []
+
+
 def interrupted(process: subprocess.Popen[bytes], log: Path, number: int, *, twice: bool, draw: random.Random) -> float:
     """Send the signal at a random moment. Returns the seconds until the end, or -1 if it had ended before."""
     time.sleep(draw.uniform(1.5, 16.0))
@@ -85,7 +110,9 @@ def interrupted(process: subprocess.Popen[bytes], log: Path, number: int, *, twi
         process.wait(timeout=GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"expected an end within {GRACE_SECONDS} s of signal {number}\n{log.read_text()}") from None
+        raise AssertionError(
+            f"expected an end within {GRACE_SECONDS} s of signal {number}\n{log.read_text()}"
+        ) from None
     return time.monotonic() - sent
 
 
