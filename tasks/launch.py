@@ -17,7 +17,7 @@ from prefect.states import Completed
 
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json, write_json
-from stages.artifacts.errors import TransientError
+from stages.artifacts.errors import RatchetError, TransientError
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
@@ -160,12 +160,16 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:
     pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
     attempt = store.new_attempt(job)
     started = time.monotonic()
-    metrics = pool.run(
-        layout.run_job(run.directory, label),
-        attempt,
-        on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
-        all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
-    )
+    try:
+        metrics = pool.run(
+            layout.run_job(run.directory, label),
+            attempt,
+            on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
+            all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
+        )
+    except RatchetError:
+        run.lease.require()  # whoever took the run over has cleared this attempt away: that is the reason
+        raise
     seconds = time.monotonic() - started
     return store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease, run.lease])
 

@@ -19,10 +19,15 @@ Aim = Callable[["Progress"], tuple[Plan, ...]]
 
 @dataclass
 class Progress:
-    """How far a chain is. position: index of the furthest of the reference's operations that has been made."""
+    """How far a chain is.
+
+    position: index of the furthest of the reference's operations that has been made. before: deaths by stage in
+    earlier chains, hits: in this one.
+    """
 
     reference: Reference
     left: int
+    before: Counter[str]
     position: int = -1
     hits: Counter[str] = field(default_factory=Counter)
 
@@ -70,9 +75,11 @@ class Chain:
         return len({o.name for start in self.starts for o in start.operations() if _ATTEMPT.match(o.name)})
 
 
-def chain(nursery: Nursery, reference: Reference, store: Path, aim: Aim, *, deaths: int) -> Chain:
+def chain(
+    nursery: Nursery, reference: Reference, store: Path, aim: Aim, *, deaths: int, before: Counter[str] | None = None
+) -> Chain:
     """Start a run until it has died `deaths` times or has ended; the last start is not disturbed."""
-    progress = Progress(reference, left=deaths)
+    progress = Progress(reference, left=deaths, before=before or Counter())
     starts = []
     while progress.left > 0:
         ended = nursery.run(reference.case, store, *aim(progress))
@@ -117,7 +124,7 @@ def aim_at_random(rng: random.Random) -> Aim:
         if turn % 3 == 0:
             return (Plan("any", seconds=rng.uniform(0.05, 3.0), victim=victim),)
         begun = [o for o in progress.window if _ATTEMPT.match(o.name)] or list(progress.window)
-        chosen = min(begun, key=lambda o: (progress.hits[o.stage], rng.random()))
+        chosen = min(begun, key=lambda o: (progress.before[o.stage] + progress.hits[o.stage], rng.random()))
         if turn % 3 == 1:
             return (Plan(chosen.name, seconds=rng.uniform(0.0, 0.15), victim=victim),)
         lost = Plan(chosen.name, seconds=rng.uniform(0.0, 0.3), victim="worker")

@@ -124,7 +124,8 @@ def _launch(order: dict[str, Any]) -> int:
     sign_in(Path(order["fault"]), "launcher")
     try:
         config = rlhf.resolve(order["config"], overrides=order["overrides"], rounds=None, seed=None)
-        rlhf.run_pipeline(config, until="policy", print_lines=True, take_over=order.get("take_over", False))
+        take_over = order.get("take_over", False)
+        rlhf.run_pipeline(config, until="policy", on_change="refuse", print_lines=True, take_over=take_over)
     except RatchetError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

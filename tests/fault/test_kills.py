@@ -18,6 +18,7 @@ from tests.fault.trials import GRPO, Nursery, Reference, rng, trials
 
 pytestmark = pytest.mark.timeout(0)
 SEED = 3
+MOST_CHAINS = 80
 
 
 def chains(
@@ -25,15 +26,27 @@ def chains(
     references: Mapping[str, Reference],
     home: Path,
     aim: Callable[[str], Aim],
-    deaths: Mapping[str, int],
+    *,
+    deaths: int,
+    in_each_stage: int = 0,
 ) -> list[Chain]:
-    """One chain per case, at the same time, each repeated in a new store until it has died often enough."""
+    """Chains of both cases at the same time, each in a new store, until there were so many deaths per case."""
 
     def one(name: str) -> list[Chain]:
         done: list[Chain] = []
-        while (left := deaths[name] - sum(c.deaths for c in done)) > 0:
+        stages = {o.stage for o in references[name].operations if o.name.startswith("mkdir attempts/")}
+        hits: Counter[str] = Counter()
+        while len(done) < MOST_CHAINS and (
+            hits.total() < deaths or min(hits[stage] for stage in stages) < in_each_stage
+        ):
             store = home / f"{name}-{len(done)}"
-            done.append(chain(nursery, references[name], store, aim(f"{name}/{len(done)}"), deaths=min(left, 30)))
+            left = max(12, min(deaths - hits.total(), 30))
+            done.append(
+                chain(nursery, references[name], store, aim(f"{name}/{len(done)}"), deaths=left, before=Counter(hits))
+            )
+            hits += done[-1].hits
+            if not done[-1].different:
+                shutil.rmtree(store)
         return done
 
     with ThreadPoolExecutor(len(references)) as threads:
@@ -54,19 +67,24 @@ def test_r02_killed_at_random_moments_it_ends_with_the_same_bits(
     nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
 ) -> None:
     started = time.monotonic()
-    deaths = {name: trials(11, full=100) for name in references}
-    done = chains(nursery, references, tmp_path, lambda name: aim_at_random(rng(SEED, "R02", name)), deaths)
+    done = chains(
+        nursery,
+        references,
+        tmp_path,
+        lambda name: aim_at_random(rng(SEED, "R02", name)),
+        deaths=trials(11, full=100),
+        in_each_stage=trials(0, full=13),  # of either case, which have most stages in common
+    )
     print(figures("R02", "kills at random moments", done, time.monotonic() - started))
     assert [line for c in done for line in c.different] == []
-    assert sum(c.deaths for c in done) >= sum(deaths.values())
+    assert sum(c.deaths for c in done) >= trials(22, full=200)
 
 
 def test_r03_killed_before_a_durable_operation_it_ends_with_the_same_bits(
     nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
 ) -> None:
     started = time.monotonic()
-    deaths = {name: 22 for name in references}
-    done = chains(nursery, references, tmp_path, lambda name: aim_at_operations(rng(SEED, "R03", name)), deaths)
+    done = chains(nursery, references, tmp_path, lambda name: aim_at_operations(rng(SEED, "R03", name)), deaths=22)
     print(figures("R03", "deaths before a durable operation", done, time.monotonic() - started))
     assert [line for c in done for line in c.different] == []
     assert sum(c.deaths for c in done) >= 40
