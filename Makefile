@@ -24,7 +24,7 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup quickstart test test-fast lint format docs clean
+.PHONY: help setup quickstart test test-fast torture lint format docs clean
 
 help: ## list these verbs
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,10 @@ test-fast: setup ## unit, contract, architecture and security tests: no engine
 	@home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
 	PREFECT_HOME=$$home $(BIN)/python -m pytest tests/unit tests/contract tests/architecture tests/security \
 	  --ignore tests/security/test_full_run.py $(ARGS)
+
+torture: setup ## the full fault campaign, some hours, and a report: make torture ARGS="--minutes 60"
+	@home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
+	PREFECT_HOME=$$home $(BIN)/python -m tests.fault.torture $(ARGS)
 
 lint: setup ## ruff, mypy, import contracts
 	@$(BIN)/ruff check .

@@ -35,6 +35,7 @@ from stages.artifacts import layout, store
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact
 from stages.artifacts.private import keep_files_private
 from stages.artifacts.reference import ArtifactRef
+from stages.artifacts.room import room_for
 from tasks.display import Console, Lines, hide_expected_tracebacks
 from tasks.run import NotDone, Run, run_name
 
@@ -121,7 +122,8 @@ def run_pipeline(
 ) -> Report:
     """Run what is not done yet. A damaged artifact is put aside and made again, a released one made again."""
     preflight(config, until=until)
-    with Run(config, display=Console(print_lines=print_lines), take_over=take_over) as run:
+    display = Console(print_lines=print_lines)
+    with room_for(Path(config.store)), Run(config, display=display, take_over=take_over) as run:
         run.display.say(f"run {run.name}: {run.directory}")
         if run.lease.fenced is not None:
             run.display.say(f"taken over from {run.lease.fenced}: it can commit nothing any more")
@@ -165,9 +167,9 @@ def _already_done(config: RunConfig, *, until: Until) -> bool:
 
 _EXIT_CODES = """\
 exit codes: 0 done; 2 configuration or data that cannot be used; 3 a check between stages failed; 4 an artifact is
-damaged; 5 another process holds the run; 69 a reward server stays away; 75 workers were lost again and again; 130, 143
-interrupted (SIGINT, SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and the same command goes
-on from there."""
+damaged; 5 another process holds the run; 69 a reward server stays away; 74 no room to write; 75 workers were lost again
+and again; 130, 143 interrupted (SIGINT, SIGTERM); 1 anything else. Whatever the code, what was finished is kept, and
+the same command goes on from there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,11 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _raise_signal)
     try:
         config = load_config(asked.config, overrides=_overrides(asked))
-        if _already_done(config, until=asked.until):
-            return 0
-        preflight(config, until=asked.until)
-        if asked.on_change == "refuse":
-            refuse_changes(config)
+        with room_for(Path(config.store)):
+            if _already_done(config, until=asked.until):
+                return 0
+            preflight(config, until=asked.until)
+            if asked.on_change == "refuse":
+                refuse_changes(config)
         _run_flow(asked, config)
     except (ConfigError, InputError) as error:
         print("\n".join(f"error: {line}" for line in redact(str(error)).splitlines()), file=sys.stderr)

@@ -27,6 +27,7 @@ from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import write_manifest
 from stages.artifacts.private import keep_files_private
+from stages.artifacts.room import room_for
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
 from stages.stacks import write_stacks_on_signal
@@ -119,7 +120,9 @@ def serve(replies: TextIO, *, warm: str) -> None:
             report=lambda what, done, total: reply({"progress": [what, done, total]}),
         )
         try:
-            reply({"done": execute(load_job(Path(order["job"])), context)})
+            with room_for(context.out):
+                metrics = execute(load_job(Path(order["job"])), context)
+            reply({"done": metrics})
         except DamagedArtifact as error:
             artifact = [error.stage, error.fingerprint]
             reply({"error": error.kind, "message": redact(str(error)), "artifact": artifact})

@@ -25,6 +25,7 @@ from stages.artifacts.errors import (
     RatchetError,
     ReleasedArtifact,
     SourceUnavailable,
+    StoreFull,
     TransientError,
 )
 from stages.job import Job
@@ -35,7 +36,7 @@ from stages.stacks import Suspect, save_stacks
 
 START_SECONDS = 180.0
 _ERRORS: dict[str, type[RatchetError]] = {
-    error.kind: error for error in (InputError, GateError, SourceUnavailable, TransientError)
+    error.kind: error for error in (InputError, GateError, SourceUnavailable, StoreFull, TransientError)
 }
 _WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
 _ROOT = Path(__file__).resolve().parents[1]

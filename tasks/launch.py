@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec, cast
 
 import prefect
@@ -16,7 +17,7 @@ from prefect.states import Completed
 
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json, write_json
-from stages.artifacts.errors import TransientError
+from stages.artifacts.errors import RatchetError, TransientError
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
@@ -106,6 +107,8 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     label: names job file, log lines and metrics within the run. Raises NotDone in a replay, DamagedArtifact if
     a committed artifact does not match its manifest, and what the stage raised.
     """
+    if not run.replay:
+        run.lease.require()
     kept = run.kept.get(label)
     manifest = store.verify(job.store, kept) if kept is not None else None
     if kept is not None and manifest is not None:
@@ -114,7 +117,7 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     if manifest is None and run.replay:
         raise NotDone(label)
     path = layout.run_job(run.directory, label)
-    if not run.replay and not (path.exists() and read_json(path) == job.document()):
+    if not run.replay and not _says(path, job.document()):
         write_json(path, job.document())
     reused = manifest is not None
     if manifest is None:
@@ -144,17 +147,29 @@ def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reuse
     return outcome
 
 
+def _says(path: Path, document: dict[str, Any]) -> bool:
+    """Whether the job file is there and whole."""
+    try:
+        return bool(read_json(path) == document)
+    except (OSError, ValueError):
+        return False
+
+
 def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:
     """Launch, then commit. Raises TransientError if a worker is lost."""
     pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
     attempt = store.new_attempt(job)
     started = time.monotonic()
-    metrics = pool.run(
-        layout.run_job(run.directory, label),
-        attempt,
-        on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
-        all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
-    )
+    try:
+        metrics = pool.run(
+            layout.run_job(run.directory, label),
+            attempt,
+            on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
+            all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
+        )
+    except RatchetError:
+        run.lease.require()  # whoever took the run over has cleared this attempt away: that is the reason
+        raise
     seconds = time.monotonic() - started
     return store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease, run.lease])
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from configs.schema import RunConfig
 from stages.artifacts import layout
-from stages.artifacts.durable import canonical_json, digest_bytes, write_json
+from stages.artifacts.durable import canonical_json, digest_bytes, remove_temporaries, write_json
 from stages.artifacts.lease import Lease
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
@@ -85,6 +85,7 @@ class Run:
     def __enter__(self) -> Run:
         if not self.replay:
             self.lease.__enter__()
+            remove_temporaries(self.directory)
             write_json(self.directory / "config.json", self.config.model_dump(mode="json"))
         return self
 

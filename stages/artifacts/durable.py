@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stages.artifacts.room import room_for
+
 
 def _untold(operation: str, path: Path) -> None:
     """Nobody is told."""
@@ -91,15 +93,22 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def remove_temporaries(directory: Path) -> None:
+    """Remove the unfinished files that a killed process left below a directory that nobody else writes to."""
+    for path in sorted(directory.rglob(".*.tmp")):
+        remove(path)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write `path` whole or not at all."""
     make_directory(path.parent)
     before_operation("write", path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-    sync_file(temporary)
-    replace(temporary, path)
+    with room_for(path, needed=len(data)):
+        with temporary.open("wb") as file:
+            file.write(data)
+        sync_file(temporary)
+        replace(temporary, path)
 
 
 def write_json(path: Path, value: Any) -> None:

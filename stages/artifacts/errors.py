@@ -56,6 +56,13 @@ class SourceUnavailable(RatchetError):
     kind = "unavailable"
 
 
+class StoreFull(RatchetError):
+    """There is no room to write: the same command goes on once there is."""
+
+    exit_code = 74
+    kind = "full"
+
+
 class TransientError(RatchetError):
     """A worker was lost or something outside failed: worth another try."""
 

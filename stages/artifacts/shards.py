@@ -12,6 +12,7 @@ import pyarrow.ipc
 from stages.artifacts import durable
 from stages.artifacts.durable import digest_file, read_json, replace, sync_file, write_json
 from stages.artifacts.errors import InputError
+from stages.artifacts.room import room_for
 
 _ROWS_PER_BATCH = 4096
 
@@ -20,7 +21,11 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -
     """Write `rows` as one Arrow file of bounded record batches, whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     durable.before_operation("write", path)
-    with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+    with (
+        room_for(path),
+        pa.OSFile(str(temporary), "wb") as sink,
+        pa.ipc.new_file(sink, schema) as writer,
+    ):
         for start in range(0, len(rows), _ROWS_PER_BATCH):
             writer.write_batch(pa.RecordBatch.from_pylist(list(rows[start : start + _ROWS_PER_BATCH]), schema=schema))
     sync_file(temporary)
