@@ -12,7 +12,7 @@ from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import InputError
 from stages.artifacts.seeds import seed_at
-from stages.artifacts.shards import adopt, read_rows, seal, write_table
+from stages.artifacts.shards import adopt, read_rows, read_table, seal, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts
@@ -23,7 +23,10 @@ _ENGINE_LIVE = "generation_engine"
 
 
 def run(job: GenerateRollouts, context: Context) -> Metrics:
-    """Write this engine's shards of the batch; shards that an earlier attempt finished are taken over."""
+    """Write this engine's shards of the batch; shards that an earlier attempt finished are taken over.
+
+    Its figures are those of all shards, whoever sampled them: a resumed batch has the figures of an undisturbed one.
+    """
     parameters = job.parameters
     prompts = select_prompts(job)
     size = parameters.prompts_per_shard
@@ -34,14 +37,20 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
     for index in mine:
         if not adopt(layout.shard(context.out, "rollouts", index), earlier=earlier):
             missing.append(index)
-    tokens = 0
     if missing:
         engine, tokenizer = _engine(job, context), _tokenizer(job, context)
         for done, index in enumerate(missing):
-            tokens += _generate(job, context, engine, tokenizer, shards[index], index)
+            _generate(job, context, engine, tokenizer, shards[index], index)
             context.progress("rollout shards", done + 1, len(missing))
-    num_prompts = sum(len(shards[index]) for index in mine)
-    return {"prompts": float(num_prompts), "shards_generated": float(len(missing)), "generated_tokens": float(tokens)}
+    prompts_done = sum(len(shards[index]) for index in mine)
+    tokens = sum(_tokens(layout.shard(context.out, "rollouts", index)) for index in mine)
+    return {"prompts": float(prompts_done), "generated_tokens": float(tokens)}
+
+
+def _tokens(shard: Path) -> int:
+    """How many completion tokens a shard holds."""
+    completions = read_table(shard, schemas.ROLLOUTS, columns=["completion_ids"])["completion_ids"].to_pylist()
+    return sum(len(ids) for ids in completions)
 
 
 def select_prompts(job: GenerateRollouts) -> list[Row]:
@@ -106,8 +115,8 @@ def _tokenizer(job: GenerateRollouts, context: Context) -> Any:
 
 def _generate(
     job: GenerateRollouts, context: Context, engine: GenerationEngine, tokenizer: Any, prompts: list[Row], index: int
-) -> int:
-    """Sample one shard, write it and seal it. Returns the number of tokens sampled."""
+) -> None:
+    """Sample one shard, write it and seal it."""
     parameters = job.parameters
     keys = [(prompt, sample) for prompt in prompts for sample in range(parameters.group_size)]
     requests = [
@@ -134,7 +143,6 @@ def _generate(
     path = layout.shard(context.out, "rollouts", index)
     write_table(path, rows, schemas.ROLLOUTS)
     seal(path)
-    return sum(len(row["completion_ids"]) for row in rows)
 
 
 def _row(job: GenerateRollouts, prompt: Row, sample: int, completion: Any, text: str) -> Row:

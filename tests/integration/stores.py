@@ -58,6 +58,11 @@ def settings(
     )
 
 
+def sampled_shards(out: Path) -> int:
+    """How many shards of an attempt were sampled in it; those taken over are second names of an earlier one's."""
+    return sum(path.stat().st_nlink == 1 for path in out.glob("rollouts-*.arrow"))
+
+
 def hashes(directory: Path) -> dict[str, str]:
     """sha256 of every file of an artifact or an attempt, without its manifest."""
     files = (p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != layout.MANIFEST)

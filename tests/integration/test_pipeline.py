@@ -225,9 +225,11 @@ def test_a_model_of_ones_own_starts_the_rounds(finished: Result, run_directory: 
     kept = weights.read_bytes()
     try:
         weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-        changed = run_flow(TINY_PPO, store, *more, "--until", "sft", home=home)
+        refused = run_flow(TINY_PPO, store, *more, "--until", "sft", home=home)
+        changed = run_flow(TINY_PPO, store, *more, "--until", "sft", "--on-change", "rebuild", home=home)
     finally:
         weights.write_bytes(kept)
+    assert refused.code == 2 and "when the run began" in refused.err
     assert changed.made() == ["train_sft"], "other weights are another recipe"
 
 
