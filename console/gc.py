@@ -30,7 +30,7 @@ def collect(store: Path, *, snapshots: int | None, policies: int | None, dry_run
                 freed += _free_run(store, directory, changes, dry_run=dry_run, say=say)
         except LeaseHeld as error:
             say(f"left alone: {error}")
-    freed += _free_attempts(store, dry_run=dry_run, say=say)
+    freed += _free_attempts(store, dry_run=dry_run, say=say) + _free_temporaries(store, dry_run=dry_run)
     say(f"{freed / 1e6:.1f} MB {'would be ' if dry_run else ''}freed")
 
 
@@ -68,6 +68,18 @@ def _free_attempts(store: Path, *, dry_run: bool, say: Say) -> int:
                     remove(path)
         except LeaseHeld as error:
             say(f"left alone: {error}")
+    return freed
+
+
+def _free_temporaries(store: Path, *, dry_run: bool) -> int:
+    """What a process that is dead now was writing at the top of the store, `.<name>.<pid>.tmp`."""
+    freed = 0
+    for path in store.glob(".*.tmp"):
+        pid = path.suffixes[-2].removeprefix(".")
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            freed += path.stat().st_size
+            if not dry_run:
+                remove(path)
     return freed
 
 

@@ -101,6 +101,8 @@ def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_s
 def read_manifest(store: Path, ref: ArtifactRef) -> Manifest | None:
     """The manifest of a committed artifact, or None if it is not committed. Raises DamagedArtifact."""
     path = ref.path(store)
+    if (path / layout.MANIFEST).is_symlink():
+        raise damaged(ref, path / layout.MANIFEST, "expected a file, found a link")
     try:
         manifest = Manifest.model_validate(read_json(path / layout.MANIFEST))
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -84,6 +85,12 @@ def test_gc_frees_by_the_rule_and_leaves_a_live_run_alone(tmp_path: Path, capsys
     (layout.run_directory(tmp_path, "a") / "best").symlink_to(best.path(tmp_path) / "policy")
     unfinished = store.new_attempt(Update(store=tmp_path, seed=2, round_index=9))
     (unfinished / "half").write_bytes(b"half")
+    written_by = {
+        "dead": tmp_path / ".digests.json.4194305.tmp",
+        "alive": tmp_path / f".digests.json.{os.getpid()}.tmp",
+    }
+    for path in written_by.values():
+        path.write_bytes(b"half")
     with Lease(layout.run_directory(tmp_path, "a") / "lease", what="run a"):
         assert main(["gc", "--store", str(tmp_path), "--dry-run"]) == 0
         assert "left alone: run a is held by pid" in capsys.readouterr().out
@@ -92,7 +99,7 @@ def test_gc_frees_by_the_rule_and_leaves_a_live_run_alone(tmp_path: Path, capsys
     assert main(["gc", "--store", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "a: 4 superseded models" in said and "unfinished update_policy/" in said
-    assert not unfinished.exists()
+    assert not unfinished.exists() and not written_by["dead"].exists() and written_by["alive"].exists()
     kept = {name for ref, name in known.items() if not store.is_released(tmp_path, ref)}
     assert kept == {f"round-00{i}-update_policy" for i in (1, 2, 3)} | {"round-003-snapshot_trainer"}
     assert main(["gc", "--store", str(tmp_path / "none")]) == 2

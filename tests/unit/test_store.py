@@ -105,6 +105,12 @@ def _flip(path: Path) -> None:
     path.write_bytes(b"rOws")
 
 
+def _link(path: Path) -> None:
+    elsewhere = path.parents[3] / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
 DAMAGE = {
     "rows: expected sha256": lambda path: _flip(path / "rows"),
     "rows: expected 4 bytes, found 2": lambda path: (path / "rows").write_bytes(b"ro"),
@@ -113,6 +119,7 @@ DAMAGE = {
     "expected a manifest, found none": lambda path: (path / layout.MANIFEST).unlink(),
     "expected a manifest, found Expecting value": lambda path: (path / layout.MANIFEST).write_bytes(b""),
     "expected a manifest, found 1 validation error": lambda path: edit(path, metrics="none"),
+    "expected a file, found a link": lambda path: _link(path / layout.MANIFEST),
     "expected the manifest of toy/": lambda path: edit(path, resign=True, fingerprint="0" * 32),
     "the signature does not match": lambda path: edit(path, metrics={"loss": 0.4}),
 }
