@@ -37,8 +37,8 @@ class Retention(Frozen):
     """What of a run is kept on disk. All rollouts and what was computed from them are kept, always: they are the log
     from which everything else can be made again.
 
-    snapshots: the newest full trainer states. policies: the newest policies, beside the best one and those that a
-    redo is checked against; None keeps all.
+    snapshots: the newest full trainer states. policies: the newest policies, beside the best one; None keeps
+    all.
     """
 
     snapshots: int = Field(default=2, ge=1)

@@ -12,6 +12,7 @@ from console.gc import collect
 from console.sign import sign_store
 from console.verify import verify_lineage
 from stages.artifacts.errors import RatchetError
+from stages.artifacts.room import room_for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,10 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if asked.command == "verify":
             return verify_lineage(asked.path, say=print)
-        if asked.command == "gc":
-            collect(asked.store, snapshots=asked.snapshots, policies=asked.policies, dry_run=asked.dry_run, say=print)
-        else:
-            sign_store(asked.store, say=print)
+        with room_for(asked.store):
+            if asked.command == "gc":
+                keep = {"snapshots": asked.snapshots, "policies": asked.policies}
+                collect(asked.store, keep=keep, dry_run=asked.dry_run, say=print)
+            else:
+                sign_store(asked.store, say=print)
     except RatchetError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

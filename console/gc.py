@@ -18,19 +18,20 @@ from tasks.retention import named_by, release_superseded, superseded
 Say = Callable[[str], None]
 
 
-def collect(store: Path, *, snapshots: int | None, policies: int | None, dry_run: bool, say: Say) -> None:
-    """Free what no run needs. A run that is under way, and what it is making, is left alone. Raises InputError."""
+def collect(store: Path, *, keep: dict[str, int | None], dry_run: bool, say: Say) -> None:
+    """Free what no run needs. A run that is under way, and what it is making, is left alone. Raises InputError.
+
+    keep: `snapshots` and `policies` instead of each run's own rule; None leaves it.
+    """
     if not (store / "runs").is_dir():
         raise InputError(f"--store {store}: expected a store with runs, found none")
-    changes = {"snapshots": snapshots, "policies": policies}
-    freed = 0
+    freed = _free_attempts(store, dry_run=dry_run, say=say) + _free_temporaries(store, dry_run=dry_run)
     for directory in sorted(path for path in (store / "runs").iterdir() if (path / "config.json").exists()):
         try:
             with Lease(directory / "lease", what=f"run {directory.name}"):
-                freed += _free_run(store, directory, changes, dry_run=dry_run, say=say)
+                freed += _free_run(store, directory, keep, dry_run=dry_run, say=say)
         except LeaseHeld as error:
             say(f"left alone: {error}")
-    freed += _free_attempts(store, dry_run=dry_run, say=say) + _free_temporaries(store, dry_run=dry_run)
     say(f"{freed / 1e6:.1f} MB {'would be ' if dry_run else ''}freed")
 
 
@@ -75,7 +76,7 @@ def _free_temporaries(store: Path, *, dry_run: bool) -> int:
     """What a process that is dead now was writing at the top of the store, `.<name>.<pid>.tmp`."""
     freed = 0
     for path in store.glob(".*.tmp"):
-        pid = path.suffixes[-2].removeprefix(".")
+        pid = path.stem.rpartition(".")[2]
         if pid.isdigit() and not Path("/proc", pid).exists():
             freed += path.stat().st_size
             if not dry_run:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from configs.models import FromScratch
 from stages.artifacts.errors import DamagedArtifact, InputError
-from stages.artifacts.manifest import Manifest
-from stages.artifacts.reference import ArtifactRef
+from stages.artifacts.manifest import Manifest, changed_parent
+from stages.artifacts.reference import ArtifactRef, references
 from stages.artifacts.store import is_released, verify
 from stages.prepare_datasets.digests import check_digests
 from stages.prepare_datasets.job import PrepareDatasets
@@ -79,21 +78,14 @@ def walk(store: Path, start: ArtifactRef) -> tuple[list[Manifest], list[str]]:
             faults.append(f"{ref}: expected a committed artifact, found nothing in {store}")
             continue
         manifests.append(manifest)
-        for parent in parents(manifest.job.get("inputs", {})):
+        changed = changed_parent(store, manifest)
+        if changed is not None:
+            faults.append(f"{manifest.ref} was made from another {changed} than the one that is there now")
+        for parent in references(manifest.job.get("inputs", {})):
             if parent not in seen:
                 seen.add(parent)
                 todo.append(parent)
     return manifests, faults
-
-
-def parents(tree: Any) -> Iterator[ArtifactRef]:
-    """Every artifact named in a job's inputs."""
-    if isinstance(tree, dict):
-        if tree.keys() == {"stage", "fingerprint"}:
-            yield ArtifactRef(**tree)
-        else:
-            for value in tree.values():
-                yield from parents(value)
 
 
 def _line(store: Path, manifest: Manifest) -> str:

@@ -74,14 +74,14 @@ def begin(run: Run, *, on_change: OnChange) -> None:
         write_json(path, {"began_at": _time(), "inputs": now, "rules": rules, "accepted": []})
         return
     differences = _differences(began["inputs"], now)
+    if on_change == "rebuild":
+        keep_nothing(run.directory)
+        run.kept = {}
     for rule in sorted(r for r in rules if began["rules"].get(r, rules[r]) != rules[r]):
         run.display.say(f"reward function {rule} has changed since the run began; what it scored is scored again")
     if differences:
         if on_change == "keep":
             run.kept = keep_committed(run.directory, store=run.store)
-        else:
-            keep_nothing(run.directory)
-            run.kept = {}
         began["accepted"].append({"when": _time(), "mode": on_change, "differences": differences})
         for d in differences:
             run.display.say(f"accepted ({on_change}): {d['key']}: {d['was']} -> {d['now']}")

@@ -61,6 +61,7 @@ class Report:
         self._show(round_row(result.round_index, result, evaluation, self.run))
         if not self.run.replay:
             self._write_metrics()
+            self._link_policies()
             self._try("wandb", lambda: self._tracker.log(result.round_index, self.rows[-1]))
             self._try("Prefect artifacts", lambda: self._publish_round(result))
 
@@ -69,7 +70,6 @@ class Report:
         lines = summary_lines(self, policy=policy, reward_model=reward_model)
         if not self.run.replay:
             self._write_metrics()
-            self._link_policies()
             write_bytes(self.run.directory / "summary.md", ("\n".join(lines) + "\n").encode())
             write_json(self.run.directory / "summary.json", self.summary())
             self._try("wandb", self._tracker.finish)
@@ -289,4 +289,5 @@ def policy_digest(policy: Path) -> str:
 
 def _round_of(label: str) -> int:
     head, _, rest = label.partition("-")
-    return int(rest[:3]) if head in ("round", "after") and rest[:3].isdigit() else -1
+    number = rest.partition("-")[0]
+    return int(number) if head in ("round", "after") and number.isdigit() else -1

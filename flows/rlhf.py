@@ -32,7 +32,7 @@ from flows.preflight import check_store, preflight
 from flows.report import Report
 from flows.server import leave_at_once, prefect_server, server_answers, stop_asking
 from stages.artifacts import layout, store
-from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact
+from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError, ReleasedArtifact, StaleArtifact
 from stages.artifacts.private import keep_files_private
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.room import room_for
@@ -135,12 +135,18 @@ def run_pipeline(
             try:
                 return pipeline(run, until=until)
             except DamagedArtifact as damaged:
+                run.lease.require()
                 ref = ArtifactRef(stage=damaged.stage, fingerprint=damaged.fingerprint)
-                kept = store.move_to_quarantine(run.store, ref)
-                run.display.say(f"{damaged}; moved to {kept}; making it again")
+                kept = store.put_aside(run.store, ref, take_over=take_over)
+                run.display.say(f"{damaged}; " + (f"moved to {kept}; making it again" if kept else "it is whole again"))
                 run.outcomes.clear()
-                rebuilds += not isinstance(damaged, ReleasedArtifact)
-    raise RatchetError(f"{_REBUILDS} damaged artifacts in one run; the disk under {run.store} is not to be trusted")
+                last = damaged
+                rebuilds += not isinstance(damaged, (ReleasedArtifact, StaleArtifact))
+    raise DamagedArtifact(
+        f"{_REBUILDS} damaged artifacts in one run, so {run.store} is on no disk to be trusted; the last: {last}",
+        stage=last.stage,
+        fingerprint=last.fingerprint,
+    )
 
 
 def replay(config: RunConfig, *, until: Until) -> Report | None:

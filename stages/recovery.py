@@ -23,6 +23,10 @@ from stages.trainer import Trainer
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
 
 _LIVE = "trainer"
+_NOTHING = (
+    "expected a committed update, found nothing; if finished stages were kept with --on-change keep, this one cannot "
+    "be made again: --on-change rebuild"
+)
 _CHECKED = ("policy/", "trainer.json")
 
 
@@ -89,7 +93,7 @@ def plan_recovery(job: Job, settings: UpdateSettings, state: TrainerState) -> Re
     while not state.is_fresh:
         manifest = read_manifest(job.store, state.policy)
         if manifest is None:
-            raise damaged(state.policy, state.policy.path(job.store), "expected a committed update, found nothing")
+            raise damaged(state.policy, state.policy.path(job.store), _NOTHING)
         made_by = UpdatePolicy.model_validate(manifest.job | {"store": job.store})
         if snapshot is None:
             snapshot = _usable_snapshot(made_by, settings.trainer)
@@ -110,8 +114,14 @@ def _usable_snapshot(made_by: UpdatePolicy, now: TrainerResources) -> ArtifactRe
 
 def _require_the_committed_policy(redo: Redo, trainer: Trainer, job: Job, context: Context) -> None:
     """Gate: the redone policy has the committed one's bits. Without a promise of bits there is nothing to compare."""
-    same_compute = redo.job.compute.model_copy(update={"gpus": ()}) == job.compute.model_copy(update={"gpus": ()})
-    if redo.manifest.determinism != "A" or not same_compute or redo.manifest.libraries != library_versions():
+    same = all(
+        then.model_copy(update={"gpus": ()}) == now.model_copy(update={"gpus": ()})
+        for then, now in (
+            (redo.job.compute, job.compute),
+            (redo.job.parameters.settings.trainer, trainer.settings.trainer),
+        )
+    )
+    if redo.manifest.determinism != "A" or not same or redo.manifest.libraries != library_versions():
         return
     out = context.out.with_name(f"{context.out.name}.redo")
     trainer.save_policy(out, rank=context.rank)

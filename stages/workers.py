@@ -38,6 +38,7 @@ START_SECONDS = 180.0
 _ERRORS: dict[str, type[RatchetError]] = {
     error.kind: error for error in (InputError, GateError, SourceUnavailable, StoreFull, TransientError)
 }
+_ARTIFACT_ERRORS = {error.kind: error for error in (DamagedArtifact, ReleasedArtifact)}
 _WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -294,9 +295,9 @@ class _Worker:
 def _error(message: dict[str, Any], worker: _Worker) -> RatchetError:
     """The error that a stage reported, as the class it was raised with."""
     kind, text = message["error"], message["message"]
-    if kind in ("damaged", "released"):
+    if kind in _ARTIFACT_ERRORS:
         stage, fingerprint = message["artifact"]
-        return (DamagedArtifact if kind == "damaged" else ReleasedArtifact)(text, stage=stage, fingerprint=fingerprint)
+        return _ARTIFACT_ERRORS[kind](text, stage=stage, fingerprint=fingerprint)
     if kind in _ERRORS:
         return _ERRORS[kind](text)
     return RatchetError(f"{text}; log: {worker.log}")

@@ -114,6 +114,8 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     if kept is not None and manifest is not None:
         return _finish(run, kept, manifest, label=label, reused=True)
     manifest = store.verify(job.store, job.ref)
+    if manifest is not None:
+        store.require_parents(job.store, manifest)
     if manifest is None and run.replay:
         raise NotDone(label)
     path = layout.run_job(run.directory, label)
@@ -122,7 +124,7 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     reused = manifest is not None
     if manifest is None:
         lock = layout.lock(job.store, job.STAGE, job.fingerprint)
-        with Lease(lock, what=f"artifact {job.ref}", take_over_from=run.lease.fenced) as lease:
+        with Lease(lock, what=f"artifact {job.ref}", take_over=run.lease.take_over) as lease:
             manifest = store.verify(job.store, job.ref) or _make(run, job, label=label, lease=lease)
         run.display.settled(label)
         run.announce_workers()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from configs.schema import Retention
 from stages.artifacts import layout
-from stages.artifacts.durable import read_json
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.store import can_release, release
+from tasks.kept import reference_in
 
 _RELEASABLE = ("update_policy", "snapshot_trainer")
 
@@ -32,27 +32,40 @@ def superseded(refs: Sequence[ArtifactRef], *, retention: Retention, best: Artif
 def release_superseded(
     store: Path, run: str, refs: Sequence[ArtifactRef], *, retention: Retention, best: ArtifactRef | None
 ) -> int:
-    """Release what the rule does not keep and no other run of the store names. Returns bytes freed."""
+    """Release what the rule does not keep and no other run of the store names. Returns bytes freed.
+
+    Where another run's job file cannot be read, nothing is: it may name anything.
+    """
     old = [ref for ref in superseded(refs, retention=retention, best=best) if can_release(store, ref)]
     if not old:
         return 0
-    others = set(_named_by_others(store, run))
-    return sum(release(store, ref) for ref in old if ref not in others)
+    others = {ref for path in _job_files_of_others(store, run) for ref in [_named_in(path, path.stat().st_mtime_ns)]}
+    return 0 if None in others else sum(release(store, ref) for ref in old if ref not in others)
 
 
 def named_by(run_directory: Path) -> list[ArtifactRef]:
     """The releasable artifacts that a run has named so far, in the order of its rounds."""
-    paths = [p for stage in _RELEASABLE for p in (run_directory / "jobs").glob(f"*-{stage}.json")]
-    return [_ref(path, path.stat().st_mtime_ns) for path in sorted(paths)]
+    named = (reference_in(path) for path in sorted(_job_files(run_directory), key=_round_of))
+    return [ref for ref in named if ref is not None]
 
 
-def _named_by_others(store: Path, run: str) -> Iterator[ArtifactRef]:
+def _round_of(path: Path) -> tuple[int, str]:
+    """Order by the round's number, which may have any number of digits: `round-0012-...`."""
+    number = path.name.partition("-")[2].partition("-")[0]
+    return int(number) if number.isdigit() else -1, path.name
+
+
+def _job_files(run_directory: Path) -> Iterator[Path]:
+    for stage in _RELEASABLE:
+        yield from (run_directory / "jobs").glob(f"*-{stage}.json")
+
+
+def _job_files_of_others(store: Path, run: str) -> Iterator[Path]:
     for directory in layout.run_directory(store, run).parent.iterdir():
         if directory.name != run and directory.is_dir():
-            yield from named_by(directory)
+            yield from _job_files(directory)
 
 
 @cache
-def _ref(path: Path, modified_ns: int) -> ArtifactRef:
-    document = read_json(path)
-    return ArtifactRef(stage=document["stage"], fingerprint=document["fingerprint"])
+def _named_in(path: Path, modified_ns: int) -> ArtifactRef | None:
+    return reference_in(path)

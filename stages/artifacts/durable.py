@@ -1,6 +1,7 @@
 """Writes that survive a crash: temporary name, fsync, rename, fsync of the directory. Knows no artifact.
 
-Every change that this house makes to a store goes through here, one operation at a time.
+Every file and directory that this house commits to a store goes through here, one operation at a time; what the
+model libraries write is flushed and hashed here before it is.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def sync_directory(path: Path) -> None:
 def make_directory(path: Path) -> None:
     """Make a directory and those above it; one that is there stays as it is."""
     if not path.is_dir():
+        make_directory(path.parent)
         before_operation("mkdir", path)
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
 
 
 def replace(source: Path, target: Path) -> None:

@@ -42,6 +42,12 @@ class ReleasedArtifact(DamagedArtifact):
     kind = "released"
 
 
+class StaleArtifact(DamagedArtifact):
+    """A committed artifact that was made from another version of its parent than the one that is there now."""
+
+    kind = "stale"
+
+
 class LeaseHeld(RatchetError):
     """Somebody else is at work on the same run or artifact."""
 

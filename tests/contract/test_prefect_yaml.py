@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from configs.load import load_config
+from tasks.run import run_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
@@ -85,8 +86,18 @@ def test_a_bad_parameter_is_refused_by_name(parameters: dict[str, Any], word: st
 
 
 @each
-def test_only_config_until_and_on_change_are_given(name: str) -> None:
-    assert set(DEPLOYMENTS[name]["parameters"]) <= {"config", "until", "on_change"}
+def test_only_config_until_on_change_and_the_runs_name_are_given(name: str) -> None:
+    parameters = DEPLOYMENTS[name]["parameters"]
+    assert set(parameters) <= {"config", "until", "on_change", "overrides"}
+    assert set(parameters.get("overrides", {})) <= {"name"}
+
+
+def test_the_nightly_run_has_a_directory_and_a_lease_of_its_own() -> None:
+    names = []
+    for name in ("full-pipeline", "reward-model"):
+        given = DEPLOYMENTS[name]["parameters"]
+        names.append(run_name(load_config(ROOT / given["config"], overrides=given.get("overrides", {}))))
+    assert names[0] != names[1]
 
 
 def test_the_nightly_run_expects_its_data_to_grow() -> None:

@@ -16,7 +16,7 @@ from stages.artifacts.durable import write_json
 from stages.artifacts.lease import Lease
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
-from tasks.retention import release_superseded, superseded
+from tasks.retention import named_by, release_superseded, superseded
 from tests.unit.toys import committed
 
 
@@ -77,6 +77,24 @@ def test_what_another_run_names_is_kept(tmp_path: Path) -> None:
     assert freed == 2 * len(b"weights")
     again = release_superseded(tmp_path, "a", list(known), retention=Retention(snapshots=1, policies=1), best=None)
     assert again == 0
+
+
+def test_rounds_of_four_digits_come_last(tmp_path: Path) -> None:
+    known = {}
+    for index in (998, 999, 1000, 1001):
+        job = Update(store=tmp_path, seed=1, round_index=index)
+        write_json(layout.run_job(tmp_path, f"round-{index:03d}-update_policy"), job.document())
+        known[job.ref] = index
+    assert [known[ref] for ref in named_by(tmp_path)] == [998, 999, 1000, 1001]
+
+
+def test_a_job_file_of_another_run_that_cannot_be_read_keeps_everything(tmp_path: Path) -> None:
+    known = rounds(tmp_path, "a", 3)
+    path = layout.run_job(layout.run_directory(tmp_path, "b"), "round-000-update_policy")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"stage": "upd')
+    rule = Retention(snapshots=1, policies=1)
+    assert release_superseded(tmp_path, "a", list(known), retention=rule, best=None) == 0
 
 
 def test_gc_frees_by_the_rule_and_leaves_a_live_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

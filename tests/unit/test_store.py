@@ -1,23 +1,20 @@
-"""The store: manifest last, rename into place, every kind of damage named, sealed shards adopted, named leases."""
+"""The store: manifest last, rename into place, every kind of damage named, sealed shards adopted."""
 
 from __future__ import annotations
 
-import dataclasses
+import errno
 import json
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from stages.artifacts import durable, layout, store
-from stages.artifacts.errors import DamagedArtifact, GateError, LeaseHeld, ReleasedArtifact
+from stages.artifacts.errors import DamagedArtifact, GateError, LeaseHeld, ReleasedArtifact, StaleArtifact
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import adopt, seal
 from tests.unit.toys import Toy, committed
 
@@ -48,7 +45,8 @@ def test_the_manifest_is_written_last_then_renamed(job: Toy, monkeypatch: pytest
     monkeypatch.setattr(durable, "before_operation", lambda what, path: calls.append(f"{what} {path.name[-20:]}"))
     committed(job)
     name = job.fingerprint[-20:]
-    assert [call for call in calls if not call.startswith("mkdir")] == [
+    begin = calls.index("fsync weights")
+    assert [call for call in calls[begin:] if not call.startswith("mkdir")] == [
         "fsync weights",
         "fsync rows",
         "fsync deep",
@@ -56,6 +54,8 @@ def test_the_manifest_is_written_last_then_renamed(job: Toy, monkeypatch: pytest
         f"fsync {f'.manifest.json.{os.getpid()}.tmp'[-20:]}",
         "rename manifest.json",
         "fsync 0001",
+        f"fsync {job.store.name[-20:]}",
+        "fsync artifacts",
         f"rename {name}",
         "fsync toy",
         f"unlink {name}",
@@ -191,6 +191,60 @@ def test_what_is_made_again_must_be_what_it_was(job: Toy) -> None:
     assert store.verify(job.store, job.ref) is not None
 
 
+class Child(Toy):
+    """An artifact made from another."""
+
+    STAGE: ClassVar[str] = "child"
+    inputs: dict[str, ArtifactRef]
+
+
+def test_a_parent_that_was_made_again_to_something_else_is_no_parent(job: Toy) -> None:
+    """New rollouts under an old name: what was computed from the old ones does not belong to them."""
+    committed(job)
+    child = Child(store=job.store, seed=1, inputs={"rollouts": job.ref})
+    committed(child)
+    manifest = store.verify(child.store, child.ref)
+    assert manifest is not None and list(manifest.parents) == [str(job.ref)]
+    store.require_parents(job.store, manifest)
+    store.move_to_quarantine(job.store, job.ref).rename(job.store / "gone")
+    store.require_parents(job.store, manifest)
+    attempt = store.new_attempt(job)
+    (attempt / "rows").write_bytes(b"others")
+    store.commit(job, attempt, metrics={}, wall_seconds=0.0)
+    with pytest.raises(
+        StaleArtifact, match=f"was made from another {job.ref} than the one that is there now"
+    ) as caught:
+        store.require_parents(job.store, manifest)
+    assert (caught.value.stage, caught.value.fingerprint) == ("child", child.fingerprint)
+    kept = store.put_aside(job.store, child.ref, take_over=False)
+    assert kept is not None and store.verify(job.store, child.ref) is None
+    attempt = store.new_attempt(child)
+    (attempt / "rows").write_bytes(b"from the new parent")
+    store.commit(child, attempt, metrics={}, wall_seconds=0.0)
+    assert store.put_aside(job.store, child.ref, take_over=False) is None, "it is whole: nothing moves"
+
+
+def test_what_somebody_is_making_again_is_not_put_aside_twice(job: Toy) -> None:
+    path = committed(job)
+    (path / "rows").write_bytes(b"rOws")
+    lock = layout.lock(job.store, job.STAGE, job.fingerprint)
+    with Lease(lock, what="artifact"), pytest.raises(LeaseHeld):
+        store.put_aside(job.store, job.ref, take_over=False)
+    assert path.exists()
+
+
+def test_a_sector_that_cannot_be_read_is_damage(job: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed(job)
+
+    def unreadable(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(store, "digest_file", unreadable)
+    monkeypatch.setattr(store, "_verified", {})
+    with pytest.raises(DamagedArtifact, match="cannot be read: Input/output error"):
+        store.verify(job.store, job.ref)
+
+
 # Release
 
 
@@ -276,107 +330,3 @@ def test_the_newest_undamaged_shard_wins(tmp_path: Path) -> None:
     new.parent.mkdir()
     assert adopt(new, earlier=[bad.parent, good.parent])
     assert new.read_bytes() == b"first"
-
-
-# Leases
-
-
-def test_a_held_lease_names_its_owner(tmp_path: Path) -> None:
-    with Lease(tmp_path / "lock", what="artifact toy/1"):
-        with pytest.raises(LeaseHeld) as caught, Lease(tmp_path / "lock", what="artifact toy/1"):
-            pass
-        message = str(caught.value)
-        assert message.startswith("artifact toy/1 is held by ") and f"pid {os.getpid()} on " in message
-        assert " since 20" in message and caught.value.exit_code == 5
-    with Lease(tmp_path / "lock", what="artifact toy/1"):
-        pass
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from stages.artifacts.lease import Lease
-from stages.artifacts.manifest import Manifest
-with Lease(Path(sys.argv[1]), what="it"):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-
-
-def test_the_lease_of_a_dead_owner_is_free_at_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(LeaseHeld, match=f"pid {holder.pid} on "), Lease(tmp_path / "lock", what="it"):
-        pass
-    holder.kill()
-    holder.wait()
-    with Lease(tmp_path / "lock", what="it"):
-        assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
-
-
-def test_a_lease_that_was_taken_over_commits_nothing_more(job: Toy, tmp_path: Path) -> None:
-    """The paused owner, seen from inside: it holds its flock still, and finds at the commit that it is fenced off."""
-    attempt = store.new_attempt(job)
-    (attempt / "rows").write_bytes(b"rows")
-    with Lease(tmp_path / "lock", what="run r") as old:
-        old.require()
-        with Lease(tmp_path / "lock", what="run r", take_over=True) as new:
-            assert new.fenced is not None and new.fenced.pid == os.getpid()
-            new.require()
-            with pytest.raises(LeaseHeld, match="run r was taken over by pid"):
-                store.commit(job, attempt, metrics={}, wall_seconds=0.0, leases=[old])
-            assert store.verify(job.store, job.ref) is None
-            with pytest.raises(LeaseHeld, match="held by"), Lease(tmp_path / "lock", what="run r"):
-                pass
-            store.commit(job, attempt, metrics={}, wall_seconds=0.0, leases=[new])
-        with pytest.raises(LeaseHeld, match="commits nothing more"):
-            old.require()
-    assert json.loads((tmp_path / "lock").read_text())["number"] == 2
-    with Lease(tmp_path / "lock", what="run r") as third:
-        third.require()
-    assert json.loads((tmp_path / "lock").read_text())["number"] == 3
-
-
-def test_what_a_fenced_owner_was_making_goes_to_the_one_who_took_over(tmp_path: Path) -> None:
-    run, artifact = tmp_path / "run", tmp_path / "artifact"
-    with (
-        Lease(run, what="run r"),
-        Lease(artifact, what="artifact a"),
-        Lease(run, what="run r", take_over=True) as taken,
-    ):
-        assert taken.fenced is not None
-        other = dataclasses.replace(taken.fenced, pid=1)
-        with pytest.raises(LeaseHeld), Lease(artifact, what="artifact a", take_over_from=other):
-            pass
-        with Lease(artifact, what="artifact a", take_over_from=taken.fenced):
-            pass
-
-
-def test_a_stopped_owner_is_taken_over_from_and_wakes_up_fenced(tmp_path: Path) -> None:
-    script = HOLD.replace('what="it"):', 'what="it") as it:')
-    script = script.replace("time.sleep(60)", "sys.stdin.readline()\n    it.require()")
-    owner = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert owner.stdout is not None and owner.stdout.readline() == "held\n"
-    owner.send_signal(signal.SIGSTOP)
-    with pytest.raises(LeaseHeld, match=f"pid {owner.pid} on .* --take-over"), Lease(tmp_path / "lock", what="it"):
-        pass
-    with Lease(tmp_path / "lock", what="it", take_over=True):
-        owner.send_signal(signal.SIGCONT)
-        _, said = owner.communicate("go on\n", timeout=20)
-    assert owner.returncode == 1
-    assert f"it was taken over by pid {os.getpid()}" in said
