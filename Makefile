@@ -7,6 +7,8 @@ REQUIREMENTS ?= requirements/cpu.txt
 #   make setup PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 PIP_FLAGS    ?=
 CONFIG       ?= configs/quickstart.yaml
+# Processes that `make test` runs test files in: engines take seconds to start, mostly on one core.
+JOBS         ?= 2
 
 BIN       := $(CURDIR)/$(VENV)/bin
 INSTALLED := $(VENV)/.installed-$(notdir $(basename $(REQUIREMENTS)))
@@ -38,7 +40,7 @@ test: setup ## every test, the real engines included, and coverage of at least 8
 	@home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
 	export PREFECT_HOME=$$home COVERAGE_FILE=$(CURDIR)/.coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadfile --durations 20 $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
