@@ -18,6 +18,8 @@ from types import TracebackType
 
 from stages.artifacts.errors import LeaseHeld
 
+_NAME_SECONDS = 1.0
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -48,6 +50,7 @@ class Lease:
 
     def __enter__(self) -> Lease:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _NAME_SECONDS
         while self._file is None:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -55,6 +58,9 @@ class Lease:
             except BlockingIOError:
                 owner = _read(descriptor)
                 os.close(descriptor)
+                if owner is None and time.monotonic() < deadline:  # it has the lock and is about to write its name
+                    time.sleep(0.01)
+                    continue
                 self._wrest(owner)
                 break
             if not self._is_at_path(descriptor):

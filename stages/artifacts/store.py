@@ -55,6 +55,8 @@ def commit(
     An artifact that somebody else committed meanwhile is kept: same recipe, same thing. Raises LeaseHeld if one of
     `leases` was taken over, and GateError if a rebuilt artifact is not what it was before it was damaged.
     """
+    for lease in leases:
+        lease.require()
     manifest = write_manifest(job, attempt, metrics=metrics, wall_seconds=wall_seconds)
     _require_the_same_as_before(job, manifest)
     for lease in leases:

@@ -352,6 +352,7 @@ def test_the_trainer_is_dropped_when_an_update_fails_midway(
     one_rank: None, house: House, policy: ArtifactRef, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A state in doubt is never used again: after the failure the same job gives the bits of a clean run."""
+    import stages.optimization as optimization
     import stages.update_policy.run as program
 
     job = house.update(settings(GRPO), TrainerState(policy=policy), **house.written_round(version=policy.fingerprint))
@@ -359,7 +360,7 @@ def test_the_trainer_is_dropped_when_an_update_fails_midway(
     live: dict[Any, Any] = {}
     (tmp_path / "failed").mkdir()
     (tmp_path / "again").mkdir()
-    make = program._Step.make
+    make = optimization._Step.make
     calls: list[int] = []
 
     def fail_on_the_second(self: Any) -> dict[str, float]:
@@ -368,7 +369,7 @@ def test_the_trainer_is_dropped_when_an_update_fails_midway(
             raise GateError("planted")
         return make(self)
 
-    monkeypatch.setattr(program._Step, "make", fail_on_the_second)
+    monkeypatch.setattr(optimization._Step, "make", fail_on_the_second)
     with pytest.raises(GateError, match="planted"):
         program.run(job, Context(out=tmp_path / "failed", live=live))
     program.run(job, Context(out=tmp_path / "again", live=live))

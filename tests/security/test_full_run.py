@@ -24,7 +24,8 @@ PICKLED = {
 }
 # Every program that may be started, by its whole command line, and who starts it.
 PROGRAMS = {
-    r"\S*python\S* -m (stages\.program|uvicorn|flows\.rlhf|stages\.update_policy\.run) .*": "ourselves",
+    r"(/bin/sh -c read -r line \|\| exit 0; exec \"\$@\" sh )?"
+    r"\S*python\S* -m (stages\.program|uvicorn|flows\.rlhf|stages\.update_policy\.run) .*": "ourselves, at a gate",
     r"/bin/sh -c read line; kill -KILL -\d+ 2>/dev/null": "the lifeline of a child",
     r"\S*python\S* -m vllm\.model_executor\.models\.registry": "vLLM, see above",
     r"/bin/sh -c lscpu --json --extended=CPU,CORE,NODE --online": "vLLM counts cores",

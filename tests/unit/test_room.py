@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -49,9 +50,9 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file over LIMIT bytes may be written."""
+    """No file over LIMIT bytes may be written. Not for longer than needed: pytest's own output may be one."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, before[1]))
     try:
@@ -71,17 +72,21 @@ def test_a_full_disk_is_named_whoever_met_it(writer: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("writer", sorted(WRITERS))
-def test_a_file_over_the_limit_is_named_with_the_limit(writer: str, tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(StoreFull, match=rf"no file over {LIMIT} bytes \(ulimit -f\)"), room_for(tmp_path):
+def test_a_file_over_the_limit_is_named_with_the_limit(writer: str, tmp_path: Path) -> None:
+    over = rf"no file over {LIMIT} bytes \(ulimit -f\)"
+    with pytest.raises(StoreFull, match=over), small_files(), room_for(tmp_path):
         WRITERS[writer](tmp_path / "file")
 
 
-def test_the_bytes_needed_are_named_where_they_are_known(tmp_path: Path, small_files: None) -> None:
-    with pytest.raises(StoreFull, match=r"expected room for 100000 bytes, found \d+ bytes and \d+ files"):
+def test_the_bytes_needed_are_named_where_they_are_known(tmp_path: Path) -> None:
+    with (
+        small_files(),
+        pytest.raises(StoreFull, match=r"expected room for 100000 bytes, found \d+ bytes and \d+ files"),
+    ):
         write_bytes(tmp_path / "file", bytes(100_000))
     assert not (tmp_path / "file").exists()
     rows = [{"round_index": 0, "stage": "s" * 900, "step": n, "metric": "m", "value": 0.0} for n in range(100)]
-    with pytest.raises(StoreFull, match=r"rows-00000\.arrow: expected room"):
+    with small_files(), pytest.raises(StoreFull, match=r"rows-00000\.arrow: expected room"):
         write_table(tmp_path / "rows-00000.arrow", rows, METRICS)
 
 
