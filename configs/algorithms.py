@@ -33,6 +33,9 @@ class _Shared(Frozen):
     entropy_coef: float = Field(default=0.0, ge=0.0)
     kl_target: float | None = Field(default=None, gt=0.0, description="sets the adaptive controller's target")
     kl_horizon: float = Field(default=10_000.0, gt=0.0, description="in rollouts")
+    max_kl_to_old: float | None = Field(
+        default=None, gt=0.0, description="nats per token from the round's start; a step beyond it stops the run"
+    )
 
 
 class Ppo(_Shared):

@@ -153,6 +153,11 @@ class _Step:
         totals = dict(zip(names, sum_over_ranks([self.sums[name] for name in names]), strict=True))
         tokens = totals.pop("tokens")
         means = {n: t if n.endswith("_loss") else t / tokens for n, t in totals.items()}
+        if algorithm.max_kl_to_old is not None and not means["kl_to_old"] <= algorithm.max_kl_to_old:
+            raise GateError(
+                f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and that of the "
+                f"round's start (algorithm.max_kl_to_old), found {means['kl_to_old']:.4g}; nothing of the round is kept"
+            )
         return means | norms | {"learning_rate": rate}
 
     def _columns(self, microbatch: Microbatch, *names: str) -> list[torch.Tensor]:

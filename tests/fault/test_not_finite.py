@@ -49,6 +49,15 @@ def start(house: House) -> Start:
     return Start(policy, house.make(house.critic(house.make(house.reward_model(policy)))))
 
 
+def test_a_policy_that_runs_away_stops_the_round(house: House, start: Start, gate: Gate) -> None:
+    """A KL explosion: old logprobs that the policy never gave look like a policy far from its own start."""
+    state, written = TrainerState(policy=start.policy), house.written_round(version=start.policy.fingerprint)
+    for bound, stops in ((1e-4, True), (1e9, False)):
+        algorithm = GRPO.model_copy(update={"max_kl_to_old": bound})
+        said = gate(house.update(settings(algorithm), state, **written))
+        assert ("round 0, optimizer step 0: expected at most 0.0001 nats per token" in said) is stops, said
+
+
 def test_planted_numbers_stop_the_round_and_are_named(house: House, start: Start, gate: Gate) -> None:
     generator, state = random.Random(12), TrainerState(policy=start.policy, critic=start.critic)
     before = {ref: hashes(ref.path(house.store)) for ref in (start.policy, start.critic)}
