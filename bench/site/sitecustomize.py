@@ -1,14 +1,13 @@
 """Put on PYTHONPATH by bench/durability.py: measures, or switches off, what durability costs, in every process.
 
-RATCHET_BENCH_TIMES: a directory; each process writes the seconds that it spent in hashing, flushing and manifests.
+RATCHET_BENCH_TIMES: a directory; each process appends the seconds of each call that hashes, flushes or writes manifests
+to a file of its own, at once, because workers end by a signal.
 RATCHET_BENCH_OFF: do none of it. Only a bench may: a store written like this cannot be trusted.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
-import json
 import os
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[2]
-_seconds: dict[str, float] = {}
+_TIMES = os.environ.get("RATCHET_BENCH_TIMES")
 _depth = 0
 
 
@@ -31,8 +30,9 @@ def _timed(name: str, function: Any) -> Any:
             return function(*args, **kwargs)
         finally:
             _depth -= 1
-            if _depth == 0:
-                _seconds[name] = _seconds.get(name, 0.0) + time.perf_counter() - started
+            if _depth == 0 and _TIMES:
+                with Path(_TIMES, str(os.getpid())).open("a") as file:
+                    file.write(f"{name} {time.perf_counter() - started:.6f}\n")
 
     return call
 
@@ -52,15 +52,12 @@ def _install() -> None:
     for module, names in (
         (store, ("verify", "clear_attempts", "new_attempt", "write_manifest", "rename")),
         (shards, ("sync_file", "digest_file", "replace", "seal")),
-        (manifest, ("write_json",)),
+        (manifest, ("write_json", "index_files")),
         (durable, ("sync_file", "write_bytes")),
     ):
         for name in names:
             setattr(module, name, _timed(f"{module.__name__.rpartition('.')[2]}.{name}", getattr(module, name)))
-    times = os.environ.get("RATCHET_BENCH_TIMES")
-    if times:
-        atexit.register(lambda: Path(times, f"{os.getpid()}.json").write_text(json.dumps(_seconds)))
 
 
-if os.environ.get("RATCHET_BENCH_TIMES") or os.environ.get("RATCHET_BENCH_OFF"):
+if _TIMES or os.environ.get("RATCHET_BENCH_OFF"):
     _install()
