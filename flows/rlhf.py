@@ -142,6 +142,9 @@ def run_pipeline(
                 run.outcomes.clear()
                 last = damaged
                 rebuilds += not isinstance(damaged, (ReleasedArtifact, StaleArtifact))
+            except OSError:
+                run.lease.require()  # who was taken over from may find its files gone
+                raise
     raise DamagedArtifact(
         f"{_REBUILDS} damaged artifacts in one run, so {run.store} is on no disk to be trusted; the last: {last}",
         stage=last.stage,
