@@ -107,7 +107,7 @@ class Report:
         """Every figure of every stage so far, as one Arrow file in the run directory."""
         rows: list[Row] = []
         for outcome in self.run.outcomes:
-            index = _round_of(outcome.label)
+            index = layout.round_of(outcome.label)
             base = {"round_index": index, "stage": outcome.label, "step": -1}
             figures = outcome.metrics | {"wall_seconds": outcome.seconds}
             rows.extend(base | {"metric": name, "value": value} for name, value in sorted(figures.items()))
@@ -285,9 +285,3 @@ def policy_digest(policy: Path) -> str:
     files = read_json(policy.parent / layout.MANIFEST)["files"]
     name = next(name for name in sorted(files) if name.startswith("policy/") and name.endswith(".safetensors"))
     return str(files[name]["sha256"])
-
-
-def _round_of(label: str) -> int:
-    head, _, rest = label.partition("-")
-    number = rest.partition("-")[0]
-    return int(number) if head in ("round", "after") and number.isdigit() else -1

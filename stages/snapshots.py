@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from stages.artifacts import layout
 from stages.artifacts.durable import make_directory, read_json, remove, rename, write_json
 from stages.artifacts.errors import DamagedArtifact
 from stages.artifacts.manifest import FileEntry, index_files
-from stages.artifacts.signing import is_signed, signature
+from stages.artifacts.signing import Signed
 from stages.artifacts.store import verify_files
 from stages.engines.deepspeed_engine import TrainingEngine
 from stages.job import Job
@@ -27,20 +27,12 @@ _STATE = "state"
 _FIGURES = "figures.json"
 
 
-class _Index(BaseModel):
+class _Index(Signed):
     """What a snapshot holds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
     step: int
     files: dict[str, FileEntry]
-    signature: str = ""
-
-    def mark(self) -> str:
-        return signature(self.model_dump(mode="json", exclude={"signature"}))
-
-    def is_genuine(self) -> bool:
-        return is_signed(self.model_dump(mode="json", exclude={"signature"}), self.signature)
 
 
 @dataclass(frozen=True)
@@ -84,8 +76,7 @@ class StageSnapshots:
         if self.context.rank == 0:
             write_json(unfinished / _FIGURES, figures)
             index = _Index(fingerprint=self.job.fingerprint, step=step, files=index_files(unfinished))
-            index = index.model_copy(update={"signature": index.mark()})
-            write_json(unfinished / layout.MANIFEST, index.model_dump(mode="json"))
+            write_json(unfinished / layout.MANIFEST, index.signed().model_dump(mode="json"))
             remove(target)
             rename(unfinished, target)
             for older in self._directory.iterdir():
@@ -99,8 +90,10 @@ class StageSnapshots:
         """The index of a snapshot, if it and every file are as they were written."""
         try:
             index = _Index.model_validate(read_json(path / layout.MANIFEST))
+            if not index.is_genuine() or index.fingerprint != self.job.fingerprint:
+                raise ValueError(f"expected one of {self.job.ref}, signed as it is; found another, or an edited one")
             verify_files(path, index.files, self.job.ref)
         except (OSError, ValueError, ValidationError, DamagedArtifact) as error:
             print(f"snapshot {path} is not used: {error}", flush=True)
             return None
-        return index if index.is_genuine() and index.fingerprint == self.job.fingerprint else None
+        return index

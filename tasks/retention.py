@@ -45,14 +45,10 @@ def release_superseded(
 
 def named_by(run_directory: Path) -> list[ArtifactRef]:
     """The releasable artifacts that a run has named so far, in the order of its rounds."""
-    named = (reference_in(path) for path in sorted(_job_files(run_directory), key=_round_of))
+    named = (
+        reference_in(path) for path in sorted(_job_files(run_directory), key=lambda path: layout.round_of(path.stem))
+    )
     return [ref for ref in named if ref is not None]
-
-
-def _round_of(path: Path) -> tuple[int, str]:
-    """Order by the round's number, which may have any number of digits: `round-0012-...`."""
-    number = path.name.partition("-")[2].partition("-")[0]
-    return int(number) if number.isdigit() else -1, path.name
 
 
 def _job_files(run_directory: Path) -> Iterator[Path]:

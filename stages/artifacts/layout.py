@@ -49,6 +49,12 @@ def run_job(run: Path, label: str) -> Path:
     return run / "jobs" / f"{label}.json"
 
 
+def round_of(label: str) -> int:
+    """The round that a task's label names, with any number of digits: `round-012-...`, `after-1000-...`; else -1."""
+    number = label.partition("-")[2].partition("-")[0]
+    return int(number) if number.isdigit() else -1
+
+
 def run_log(run: Path, worker: str) -> Path:
     """The log of one worker process."""
     return run / "logs" / f"{worker}.log"

@@ -25,7 +25,7 @@ from stages.artifacts.durable import (
 )
 from stages.artifacts.errors import DamagedArtifact
 from stages.artifacts.reference import ArtifactRef, references
-from stages.artifacts.signing import is_signed, key_path, signature
+from stages.artifacts.signing import Signed, key_path
 
 if TYPE_CHECKING:
     from stages.job import Job
@@ -49,13 +49,12 @@ class FileEntry(BaseModel):
     bytes: int
 
 
-class Manifest(BaseModel):
+class Manifest(Signed):
     """What an artifact is, from what it was made, and how: written last.
 
-    parents: what the inputs held, as `content`, by `stage/fingerprint`. signature: HMAC-SHA256 over the rest.
+    parents: what the inputs held, as `content`, by `stage/fingerprint`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     manifest_version: int
     stage: str
     version: int
@@ -69,7 +68,6 @@ class Manifest(BaseModel):
     git_revision: str
     wall_seconds: float
     written_at: str
-    signature: str = ""
 
     @property
     def ref(self) -> ArtifactRef:
@@ -80,17 +78,6 @@ class Manifest(BaseModel):
     def content(self) -> str:
         """One digest over the names and contents of all files."""
         return digest_bytes(canonical_json({name: entry.sha256 for name, entry in self.files.items()}))
-
-    def signed(self) -> Manifest:
-        """The same manifest with its signature."""
-        return self.model_copy(update={"signature": signature(self._unsigned())})
-
-    def is_genuine(self) -> bool:
-        """Whether this machine's key signed it as it is."""
-        return is_signed(self._unsigned(), self.signature)
-
-    def _unsigned(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude={"signature"})
 
 
 def index_files(directory: Path) -> dict[str, FileEntry]:

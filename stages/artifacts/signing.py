@@ -11,7 +11,9 @@ import os
 import secrets
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
 
 from stages.artifacts import layout
 from stages.artifacts.durable import canonical_json, digest_bytes, write_bytes
@@ -30,6 +32,24 @@ def key_path() -> Path:
 def key_id() -> str:
     """A name for the key that gives nothing of it away."""
     return digest_bytes(b"key id" + _key(key_path()))[:16]
+
+
+class Signed(BaseModel):
+    """A document with the signature of its other fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    signature: str = ""
+
+    def signed(self) -> Self:
+        """The same document with its signature."""
+        return self.model_copy(update={"signature": signature(self._unsigned())})
+
+    def is_genuine(self) -> bool:
+        """Whether this machine's key signed it as it is."""
+        return is_signed(self._unsigned(), self.signature)
+
+    def _unsigned(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude={"signature"})
 
 
 def require_key_of(store: Path) -> None:

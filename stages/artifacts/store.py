@@ -55,12 +55,10 @@ def commit(
     An artifact that somebody else committed meanwhile is kept: same recipe, same thing. Raises LeaseHeld if one of
     `leases` was taken over, and GateError if a rebuilt artifact is not what it was before it was damaged.
     """
-    for lease in leases:
-        lease.require()
+    _require(leases)
     manifest = write_manifest(job, attempt, metrics=metrics, wall_seconds=wall_seconds)
     _require_the_same_as_before(job, manifest)
-    for lease in leases:
-        lease.require()
+    _require(leases)
     try:
         rename(attempt, job.ref.path(job.store))
     except OSError as error:
@@ -68,12 +66,16 @@ def commit(
             raise
         manifest = read_manifest(job.store, job.ref) or manifest
     try:
-        for lease in leases:
-            lease.require()
+        _require(leases)
     except LeaseHeld:
         return manifest  # what lies in attempts/ is the new owner's
     clear_attempts(job)
     return manifest
+
+
+def _require(leases: Sequence[Lease]) -> None:
+    for lease in leases:
+        lease.require()
 
 
 def clear_attempts(job: Job) -> None:
