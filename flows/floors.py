@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import InvalidVersion, Version
 
 from stages.artifacts.errors import InputError
 
@@ -25,7 +26,7 @@ def check_versions(installed: Callable[[str], str] = version) -> None:
         found = next(((name, v) for name in names if (v := _version(name, installed))), None)
         if found is None:
             faults.append(f"{' or '.join(names)}: expected {floor} or newer, found none; run make setup")
-        elif _key(found[1]) < _key(floor):
+        elif _is_below(found[1], floor):
             faults.append(f"{found[0]}: expected {floor} or newer ({reason}), found {found[1]}; run make setup")
     if faults:
         raise InputError("\n".join(faults))
@@ -38,10 +39,9 @@ def _version(name: str, installed: Callable[[str], str]) -> str:
         return ""
 
 
-def _key(text: str) -> tuple[tuple[int, ...], bool]:
-    """Orders versions: 2.9.1 < 2.10.0rc1 < 2.10.0 = 2.10.0+cpu."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    numbers = [int(n) for n in match[0].split(".")] if match else [0]
-    rest = text[match.end() :] if match else text
-    is_final = not re.match(r"[._-]?(a|b|c|rc|alpha|beta|pre|dev)", rest, re.IGNORECASE)
-    return (tuple(numbers + [0] * (4 - len(numbers))), is_final)
+def _is_below(found: str, floor: str) -> bool:
+    """Whether a version is older than the floor; one that cannot be read is not known to be safe."""
+    try:
+        return Version(found) < Version(floor)
+    except InvalidVersion:
+        return True
