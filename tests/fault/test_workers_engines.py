@@ -23,7 +23,7 @@ from stages.artifacts.errors import TransientError
 from stages.artifacts.store import ArtifactRef
 from stages.workers import PoolSpec, WorkerPool
 from tests.integration.pipelines import ROOT
-from tests.integration.stores import House, hashes, sampled_shards
+from tests.integration.stores import House, hashes, sampled_shards, sealed_shards
 
 STALL_SECONDS = 20.0  # more than a busy machine needs to load a trainer without a word
 TORTURE = os.environ.get("RATCHET_TORTURE") == "1"
@@ -95,7 +95,7 @@ def test_an_engine_killed_again_and_again_keeps_its_shards(house: House, policy:
                 with pytest.raises(TransientError, match=r"worker rank 0 \(pid \d+\) ended with signal 9; log: "):
                     house.run(job, attempt, pool=pool, progress=hit)
                 slowest, kills = max(slowest, time.monotonic() - hit.at), kills + 1
-                now = {path.name for path in attempt.with_name(f"{attempt.name}.sealed").iterdir()}
+                now = sealed_shards(attempt)
                 assert sealed < now, "what was finished is kept, and each attempt adds to it"
                 sealed = now
             last = store.new_attempt(job)

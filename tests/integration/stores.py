@@ -63,6 +63,11 @@ def sampled_shards(out: Path) -> int:
     return sum(path.stat().st_nlink == 1 for path in out.glob("rollouts-*.arrow"))
 
 
+def sealed_shards(attempt: Path) -> set[str]:
+    """The names of the shards that an attempt sealed. A worker killed while it seals leaves a temporary file."""
+    return {mark.stem for mark in attempt.with_name(f"{attempt.name}.sealed").glob("rollouts-*.arrow.json")}
+
+
 def hashes(directory: Path) -> dict[str, str]:
     """sha256 of every file of an artifact or an attempt, without its manifest."""
     files = (p for p in sorted(directory.rglob("*")) if p.is_file() and p.name != layout.MANIFEST)

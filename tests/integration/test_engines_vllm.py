@@ -20,7 +20,7 @@ from stages.artifacts.errors import TransientError
 from stages.artifacts.reference import ArtifactRef
 from stages.compute_logprobs.job import ComputeLogprobs
 from stages.update_policy.job import TrainerState, UpdatePolicy, UpdateSettings
-from tests.integration.stores import GRPO, PPO, House, Row, hashes, sampled_shards, settings
+from tests.integration.stores import GRPO, PPO, House, Row, hashes, sampled_shards, sealed_shards, settings
 from tests.unit.stage_artifacts import commit_files
 
 BOUND = 1e-4
@@ -231,7 +231,7 @@ def test_two_engines_and_a_killed_one_give_the_same_bits(house: House, chains: d
     first = store.new_attempt(job)
     with pytest.raises(TransientError, match="ended with signal 9"):
         house.run(job, first, progress=kill)
-    sealed = {path.stem for path in first.with_name(f"{first.name}.sealed").iterdir()}
+    sealed = sealed_shards(first)
     assert 1 <= len(sealed) < 24
     second = store.new_attempt(job)
     with_one = house.rollouts(policy, **usual)
