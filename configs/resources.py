@@ -16,7 +16,7 @@ class TrainerResources(Frozen):
     zero_stage: Literal[0, 1, 2, 3] = 1
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    max_tokens_per_microbatch: int = Field(default=16_384, ge=16, description="padded tokens of one forward pass")
+    max_tokens_per_microbatch: int = Field(default=16_384, ge=16, description="tokens of one forward pass")
 
     @model_validator(mode="after")
     def _consistent(self) -> "TrainerResources":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -93,16 +94,29 @@ def _make_steps(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: C
     total = algorithm.epochs * algorithm.num_minibatches
     steps: list[dict[str, float]] = []
     for epoch in range(algorithm.epochs):
-        order = list(range(len(rows)))
-        random.Random(seed_at(job.seed, job.STAGE, job.parameters.round_index, epoch)).shuffle(order)
-        for index in range(algorithm.num_minibatches):
-            minibatch = [rows[i] for i in sorted(order[index :: algorithm.num_minibatches])]
+        seed = seed_at(job.seed, job.STAGE, job.parameters.round_index, epoch)
+        for chosen in minibatches([row["group_id"] for row in rows], count=algorithm.num_minibatches, seed=seed):
+            minibatch = [rows[i] for i in chosen]
             steps.append(_Step(job, trainer, minibatch, context).make())
             trainer.optimizer_steps += 1
             context.progress("optimizer steps", len(steps), total)
     if trainer.optimizer_steps != first + total or not steps:
         raise GateError(f"made {trainer.optimizer_steps - first} optimizer steps; expected {total}, and at least one")
     return steps
+
+
+def minibatches(groups: Sequence[str], *, count: int, seed: int) -> list[list[int]]:
+    """Deal a round's rows out over `count` minibatches, in an order drawn from `seed`; each in canonical order.
+
+    groups: the group of each row. A group stays whole, so that its prompt is computed once in a step and its advantages
+    add up to zero there; where there are fewer groups than minibatches, rows are dealt out singly.
+    """
+    by_group: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        by_group.setdefault(group, []).append(row)
+    units = list(by_group.values()) if len(by_group) >= count else [[row] for row in range(len(groups))]
+    random.Random(seed).shuffle(units)
+    return [sorted(row for unit in units[index::count] for row in unit) for index in range(count)]
 
 
 def _adapt_kl(trainer: Trainer, rows: list[Row]) -> None:
@@ -181,7 +195,7 @@ class _Step:
         algorithm = self.job.parameters.settings.algorithm
         batch = self.trainer.batch(self.rows, microbatch)
         logprobs, entropy = self.trainer.policy(
-            batch.input_ids_BL, batch.select_BL, batch.targets_N, self.job.parameters.temperature
+            batch.packed, batch.select_M, batch.targets_M, self.job.parameters.temperature
         )
         old, ref, advantages = self._columns(microbatch, "old_logprobs", "ref_logprobs", "advantages")
         weights = self._weights(microbatch, batch.lengths)

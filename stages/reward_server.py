@@ -51,7 +51,7 @@ class ModelScorer:
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The reward of each rollout. Raises InputError where one cannot be read."""
         with self._turn:
-            sequences = [self._sequence(rollout) for rollout in rollouts]
+            sequences: list[tuple[list[int], list[int]]] = [([], self._sequence(rollout)) for rollout in rollouts]
             if not sequences:
                 return []
             scores: list[float] = score_sequences(

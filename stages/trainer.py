@@ -18,7 +18,7 @@ from stages.engines.deepspeed_engine import TrainingEngine
 from stages.engines.devices import open_device
 from stages.job import Job
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, microbatches
+from stages.models.batches import Microbatch, TokenBatch, microbatches, rollout_cost
 from stages.models.language import TokenLogprobs, export_policy, load_policy, write_model
 from stages.models.scalar import TokenScores, load_scalar_model
 from stages.program import Context
@@ -104,22 +104,22 @@ class Trainer:
 
     def split(self, rows: Rows, context: Context) -> list[Microbatch]:
         """This rank's microbatches of `rows` (with prompt_ids and completion_ids), balanced by tokens."""
-        lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
         limit = self.settings.trainer.max_tokens_per_microbatch
-        return microbatches(lengths, max_tokens=limit, world_size=context.world_size)[context.rank]
+        costs = [rollout_cost(row) for row in rows]
+        return microbatches(costs, max_tokens=limit, world_size=context.world_size)[context.rank]
 
     def batch(self, rows: Rows, microbatch: Microbatch) -> TokenBatch:
-        """The padded tensors of one microbatch."""
+        """The packed tensors of one microbatch."""
         picked = [rows[index] for index in microbatch.rows]
         return TokenBatch.of(
             [row["prompt_ids"] for row in picked], [row["completion_ids"] for row in picked], device=self.device
         )
 
     def values(self, batch: TokenBatch) -> torch.Tensor:
-        """Critic outputs before each completion token: values_N."""
+        """Critic outputs before each completion token: values_M."""
         assert self.critic is not None, "only ppo has a critic"
-        scores_BL: torch.Tensor = self.critic(batch.input_ids_BL)
-        return scores_BL[batch.select_BL]
+        values_M: torch.Tensor = self.critic(batch.packed, batch.select_M)
+        return values_M
 
 
 def _prepare(model: PreTrainedModel, config: ModelConfig) -> None:

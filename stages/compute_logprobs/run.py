@@ -68,7 +68,7 @@ def _forward(
     batches = trainer.split(rows, context)
     for done, microbatch in enumerate(batches):
         batch = trainer.batch(rows, microbatch)
-        inputs = (batch.input_ids_BL, batch.select_BL, batch.targets_N, temperature)
+        inputs = (batch.packed, batch.select_M, batch.targets_M, temperature)
         columns = {"old_logprobs": trainer.policy(*inputs)[0]}
         if reference is not None:
             columns["ref_logprobs"] = reference(*inputs)[0]

@@ -1,12 +1,14 @@
-"""Turning ragged token lists into padded microbatches, balanced over ranks. Knows no model."""
+"""Turning ragged token lists into packed microbatches, balanced over ranks. Knows no model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from stages.models.packing import Packed, pack
 
 _SHOWN = 8
 
@@ -23,25 +25,34 @@ class Microbatch:
     is_filler: bool = False
 
 
-def microbatches(lengths: Sequence[int], *, max_tokens: int, world_size: int = 1) -> list[list[Microbatch]]:
-    """Deal rows out over ranks by tokens, then cut each rank's share into microbatches of similar lengths.
+@dataclass(frozen=True)
+class Cost:
+    """What a row costs in tokens: `own` always, `shared` once for all rows of the same `prompt` that go together."""
 
-    lengths: tokens per row. max_tokens: bound on rows x longest row of one microbatch (a single row may exceed it).
-    Returns one list per rank, all of the same length. Depends on nothing but its arguments.
+    own: int
+    shared: int = 0
+    prompt: Hashable = None
+
+
+def microbatches(costs: Sequence[Cost], *, max_tokens: int, world_size: int = 1) -> list[list[Microbatch]]:
+    """Deal rows out over ranks by tokens, and fill each rank's microbatches; rows of one prompt stay together.
+
+    max_tokens: bound on the tokens of one microbatch (a single row may exceed it). Returns one list per rank, all of
+    the same length. Depends on nothing but its arguments.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    shares: list[list[int]] = [[] for _ in range(world_size)]
+    units = sorted(_units(costs, max_tokens), key=lambda unit: (-unit.tokens, unit.rows))
+    shares: list[list[_Unit]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for row in order:
+    for unit in units:
         rank = loads.index(min(loads))
-        shares[rank].append(row)
-        loads[rank] += lengths[row]
-    cut = [_cut(share, lengths, max_tokens) for share in shares]
-    most = max(len(batches) for batches in cut)
-    for batches in cut:
+        shares[rank].append(unit)
+        loads[rank] += unit.tokens
+    filled = [_fill(share, max_tokens) for share in shares]
+    most = max(len(batches) for batches in filled)
+    for batches in filled:
         while len(batches) < most:
-            batches.append(Microbatch(rows=(order[-1],), is_filler=True))
-    return cut
+            batches.append(Microbatch(rows=units[-1].rows[-1:], is_filler=True))
+    return filled
 
 
 def named(step: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Microbatch]) -> str:
@@ -51,61 +62,80 @@ def named(step: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Microb
     return f"{step}, prompt_id {', '.join(ids[:_SHOWN])}{more}"
 
 
-def _cut(share: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[Microbatch]:
-    batches: list[Microbatch] = []
-    current: list[int] = []
-    for row in share:
-        longest = lengths[current[0]] if current else lengths[row]
-        if current and (len(current) + 1) * longest > max_tokens:
-            batches.append(Microbatch(rows=tuple(current)))
-            current = []
-        current.append(row)
-    if current:
-        batches.append(Microbatch(rows=tuple(current)))
-    return batches
+@dataclass(frozen=True)
+class _Unit:
+    """Rows of one prompt, and what they cost together."""
+
+    rows: tuple[int, ...]
+    tokens: int
+
+
+def _units(costs: Sequence[Cost], max_tokens: int) -> list[_Unit]:
+    """The rows by prompt, as many together as fit."""
+    by_prompt: dict[Hashable, list[int]] = {}
+    for row, cost in enumerate(costs):
+        by_prompt.setdefault((row,) if cost.prompt is None else (None, cost.prompt), []).append(row)
+    units: list[_Unit] = []
+    for rows in by_prompt.values():
+        taken: list[int] = []
+        tokens = 0
+        for row in rows:
+            if taken and tokens + costs[row].own > max_tokens:
+                units.append(_Unit(tuple(taken), tokens))
+                taken = []
+            tokens = (tokens if taken else costs[row].shared) + costs[row].own
+            taken.append(row)
+        units.append(_Unit(tuple(taken), tokens))
+    return units
+
+
+def _fill(share: Sequence[_Unit], max_tokens: int) -> list[Microbatch]:
+    """Each unit, largest first, into the first microbatch that has room."""
+    batches: list[list[int]] = []
+    left: list[int] = []
+    for unit in share:
+        index = next((i for i, room in enumerate(left) if unit.tokens <= room), len(left))
+        if index == len(left):
+            batches.append([])
+            left.append(max_tokens)
+        batches[index].extend(unit.rows)
+        left[index] -= unit.tokens
+    return [Microbatch(rows=tuple(rows)) for rows in batches]
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Padded sequences and which of their tokens are completions.
+    """Prompts with their completions, packed, and which tokens are completions.
 
-    input_ids_BL: prompt and completion without the last token, right-padded; long.
-    select_BL: where the hidden state predicts a completion token; bool.
-    targets_N: those completion tokens, row after row; long. lengths: completion tokens per row.
+    packed: prompt and completion without its last token. select_M: the places whose hidden states predict a completion
+    token, row after row; targets_M: those tokens; long. lengths: completion tokens per row.
     """
 
-    input_ids_BL: torch.Tensor
-    select_BL: torch.Tensor
-    targets_N: torch.Tensor
+    packed: Packed
+    select_M: torch.Tensor
+    targets_M: torch.Tensor
     lengths: tuple[int, ...]
 
     @classmethod
     def of(
         cls, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], *, device: torch.device
     ) -> TokenBatch:
-        """Pad `prompts` + `completions` (token ids) to the longest."""
-        width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True)) - 1
-        input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        select = torch.zeros(len(prompts), width, dtype=torch.bool)
-        targets: list[int] = []
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            sequence = [*prompt, *completion][:-1]
-            input_ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-            select[row, len(prompt) - 1 : len(sequence)] = True
-            targets.extend(completion)
+        """Pack `prompts` + `completions` (token ids); neither may be empty, a prompt that comes twice is shared."""
+        rows = list(zip(prompts, completions, strict=True))
+        if not all(prompt and completion for prompt, completion in rows):
+            raise ValueError("prompts, completions: expected at least one token in each, found none in one")
+        packed = pack([(prompt, completion[:-1]) for prompt, completion in rows], device=device)
+        select = [place for row in packed.places for place in row.predicting]
+        targets = [token for _, completion in rows for token in completion]
         return cls(
-            input_ids_BL=input_ids.to(device),
-            select_BL=select.to(device),
-            targets_N=torch.tensor(targets, dtype=torch.long, device=device),
-            lengths=tuple(len(c) for c in completions),
+            packed=packed,
+            select_M=torch.tensor(select, dtype=torch.long, device=device),
+            targets_M=torch.tensor(targets, dtype=torch.long, device=device),
+            lengths=tuple(len(completion) for _, completion in rows),
         )
 
 
-def pad_sequences(sequences: Sequence[Sequence[int]], *, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-pad whole sequences with zeros. Returns input_ids_BL (long) and last_B, the index of each last token."""
-    width = max(len(s) for s in sequences)
-    input_ids = torch.zeros(len(sequences), width, dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        input_ids[row, : len(sequence)] = torch.tensor(list(sequence), dtype=torch.long)
-    last = torch.tensor([len(s) - 1 for s in sequences], dtype=torch.long)
-    return input_ids.to(device), last.to(device)
+def rollout_cost(row: Mapping[str, Any]) -> Cost:
+    """What a row with prompt_ids and completion_ids costs as part of a TokenBatch."""
+    prompt = tuple(row["prompt_ids"])
+    return Cost(own=len(row["completion_ids"]) - 1, shared=len(prompt), prompt=prompt)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from configs.models import FromScratch, ModelConfig, Pretrained
 from stages.artifacts.errors import InputError
 from stages.artifacts.model_directory import refuse_unsafe_model, safe_model
+from stages.models.packing import Packed, hidden_states, use_packing
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LOGITS = 2**26
 
 
 def base_model(model: ModelConfig, *, bos: int, eos: int, pad: int) -> PreTrainedModel:
@@ -66,23 +71,38 @@ class TokenLogprobs(nn.Module):
 
     def __init__(self, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
         super().__init__()
+        use_packing(model)
         self.model = model
         self.entropy_gradient = entropy_gradient
 
     def forward(
-        self, input_ids_BL: torch.Tensor, select_BL: torch.Tensor, targets_N: torch.Tensor, temperature: float
+        self, packed: Packed, select_M: torch.Tensor, targets_M: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logprobs_N and entropy_N (nats, float32) of the selected positions, at `temperature`.
+        """logprobs_M and entropy_M (nats, float32) of the selected places, at `temperature`.
 
-        The batch is right-padded, so causal attention alone keeps real tokens from seeing padding.
+        The logits of all places are never held at once: a few hundred megabytes at a time, computed again in the
+        backward pass where they are more than that.
         """
-        hidden_BLD = self.model.get_decoder()(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        logits_NV = self.model.get_output_embeddings()(hidden_BLD[select_BL]).float() / temperature
-        all_NV = torch.log_softmax(logits_NV, dim=-1)
-        logprobs_N = all_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+        hidden_MD = hidden_states(self.model.get_decoder(), packed).index_select(0, select_M)
+        chunks = math.ceil(len(hidden_MD) * self.model.config.vocab_size / _LOGITS)
+        pairs = zip(hidden_MD.chunk(chunks), targets_M.chunk(chunks), strict=True)
+        if chunks == 1 or not torch.is_grad_enabled():
+            parts = [self._logprobs(hidden, targets, temperature) for hidden, targets in pairs]
+        else:
+            again = partial(checkpoint, self._logprobs, use_reentrant=False, preserve_rng_state=False)
+            parts = [again(hidden, targets, temperature) for hidden, targets in pairs]
+        logprobs, entropies = zip(*parts, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    def _logprobs(
+        self, hidden_MD: torch.Tensor, targets_M: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_MV = self.model.get_output_embeddings()(hidden_MD).float() / temperature
+        all_MV = torch.log_softmax(logits_MV, dim=-1)
+        logprobs_M = all_MV.gather(-1, targets_M.unsqueeze(-1)).squeeze(-1)
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy_N = -(all_NV.exp() * all_NV).sum(-1)
-        return logprobs_N, entropy_N
+            entropy_M = -(all_MV.exp() * all_MV).sum(-1)
+        return logprobs_M, entropy_M
 
 
 def export_policy(state: dict[str, torch.Tensor], *, like: PreTrainedModel, tokenizer: Path, directory: Path) -> None:

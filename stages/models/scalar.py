@@ -11,14 +11,15 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from stages.artifacts.durable import digest_bytes
 from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.model_directory import refuse_unsafe_model
-from stages.models.batches import microbatches, pad_sequences
+from stages.models.batches import Cost, microbatches
 from stages.models.language import DTYPES
+from stages.models.packing import Packed, hidden_states, pack, use_packing
 
 HEAD = "score.weight"
 
@@ -66,39 +67,45 @@ def require_same_head(left: Path, right: Path) -> None:
 
 
 class TokenScores(nn.Module):
-    """A scalar model seen as a function from sequences to one number per position."""
+    """A scalar model seen as a function from sequences to one number per token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
+        use_packing(model)
         self.model = model
 
-    def forward(self, input_ids_BL: torch.Tensor) -> torch.Tensor:
-        """scores_BL, float32. Right-padded input; causal attention keeps real tokens from seeing padding."""
-        hidden_BLD = self.model.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
-        scores_BL: torch.Tensor = self.model.score(hidden_BLD).squeeze(-1).float()
-        return scores_BL
+    def forward(self, packed: Packed, select_M: torch.Tensor) -> torch.Tensor:
+        """scores_M of the selected places, float32."""
+        hidden_MD = hidden_states(self.model.base_model, packed).index_select(0, select_M)
+        scores_M: torch.Tensor = self.model.score(hidden_MD).squeeze(-1).float()
+        return scores_M
+
+
+def last_tokens(rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, device: torch.device) -> tuple[Packed, Tensor]:
+    """Rows of (prompt, completion) token ids, packed whole, and the place of each one's last token: [B], long."""
+    packed = pack(rows, device=device)
+    return packed, torch.tensor([place.last for place in packed.places], dtype=torch.long, device=device)
 
 
 @torch.no_grad()
 def score_sequences(
     model: PreTrainedModel,
-    sequences: Sequence[Sequence[int]],
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     max_tokens_per_microbatch: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> torch.Tensor:
-    """Reward of each sequence (prompt and completion token ids): scores_B, float32, read at its last token.
+    """Reward of each (prompt, completion), as token ids: scores_B, float32, read at its last token.
 
-    on_progress(done, total) is called after each microbatch, with sequences.
+    A prompt that comes more than once is computed once. on_progress(done, total) is called after each microbatch.
     """
     module = TokenScores(model).eval()
     device = next(model.parameters()).device
-    scores_B = torch.empty(len(sequences), dtype=torch.float32)
-    lengths, done = [len(sequence) for sequence in sequences], 0
-    for batch in microbatches(lengths, max_tokens=max_tokens_per_microbatch)[0]:
-        input_ids, last = pad_sequences([sequences[row] for row in batch.rows], device=device)
-        picked = module(input_ids).gather(1, last.unsqueeze(1)).squeeze(1)
+    scores_B, done = torch.empty(len(rows), dtype=torch.float32), 0
+    costs = [Cost(own=len(completion), shared=len(prompt), prompt=tuple(prompt)) for prompt, completion in rows]
+    for batch in microbatches(costs, max_tokens=max_tokens_per_microbatch)[0]:
+        picked = module(*last_tokens([rows[row] for row in batch.rows], device=device))
         scores_B[list(batch.rows)] = picked.cpu()
         done += len(batch.rows)
-        on_progress(done, len(sequences))
+        on_progress(done, len(rows))
     return scores_B

@@ -91,7 +91,7 @@ def _score_by_model(
             del live[old]
         model = load_scalar_model(directory / "reward_model", dtype=job.parameters.dtype)
         live[key] = model.to(open_device(job.compute))
-    sequences = [[*rollout["prompt_ids"], *rollout["completion_ids"]] for rollout in rollouts]
+    sequences = [(rollout["prompt_ids"], rollout["completion_ids"]) for rollout in rollouts]
     budget = job.parameters.max_tokens_per_microbatch
     scores: list[float] = score_sequences(
         live[key],

@@ -20,9 +20,9 @@ from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
 from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, microbatches, named, pad_sequences
+from stages.models.batches import Cost, Microbatch, microbatches, named
 from stages.models.language import write_model
-from stages.models.scalar import TokenScores, head_digest, load_scalar_model, score_sequences
+from stages.models.scalar import TokenScores, head_digest, last_tokens, load_scalar_model, score_sequences
 from stages.program import Context, Metrics
 from stages.rewards.statistics import wilson_interval
 from stages.snapshots import StageSnapshots
@@ -86,9 +86,10 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
             total[0] += loss.item()
             return loss
 
-        lengths = [_pair_tokens(row) for row in rows]
         limit = job.parameters.trainer.max_tokens_per_microbatch
-        batches = microbatches(lengths, max_tokens=limit, world_size=context.world_size)[context.rank]
+        batches = microbatches([_pair_cost(row) for row in rows], max_tokens=limit, world_size=context.world_size)[
+            context.rank
+        ]
         torch.manual_seed(seed_at(job.seed, job.STAGE, "step", step, context.rank))
         rate = learning_rate(settings.optimizer, step=step, num_steps=num_steps)
         where = partial(named, f"{job.STAGE}, optimizer step {step}", rows)
@@ -100,20 +101,17 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
     return figures
 
 
-def _pair_tokens(row: Row) -> int:
-    """Tokens that a pair costs: both sequences, each padded to the longer."""
-    return 2 * (len(row["prompt_ids"]) + max(len(row["chosen_ids"]), len(row["rejected_ids"])))
+def _pair_cost(row: Row) -> Cost:
+    """Tokens of a pair: its prompt once, and both completions."""
+    prompt = tuple(row["prompt_ids"])
+    return Cost(own=len(row["chosen_ids"]) + len(row["rejected_ids"]), shared=len(prompt), prompt=prompt)
 
 
 def _pair_loss(engine: TrainingEngine, rows: list[Row], batch: Microbatch, *, center_coef: float) -> torch.Tensor:
     """Sum over pairs of -log sigmoid(chosen - rejected), plus center_coef * (chosen + rejected)^2."""
     picked = [rows[i] for i in batch.rows]
-    sequences = [r["prompt_ids"] + r["chosen_ids"] for r in picked] + [
-        r["prompt_ids"] + r["rejected_ids"] for r in picked
-    ]
-    input_ids, last = pad_sequences(sequences, device=engine.device)
-    scores = engine(input_ids).gather(1, last.unsqueeze(1)).squeeze(1)
-    chosen, rejected = scores.chunk(2)
+    sequences = [(r["prompt_ids"], r[column]) for column in ("chosen_ids", "rejected_ids") for r in picked]
+    chosen, rejected = engine(*last_tokens(sequences, device=engine.device)).chunk(2)
     losses = -logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2
     total: torch.Tensor = losses.sum() * (0.0 if batch.is_filler else 1.0)
     return total
@@ -133,10 +131,9 @@ def _examine(
     limit = job.parameters.trainer.max_tokens_per_microbatch
 
     def scores(rows: list[Row], column: str) -> torch.Tensor:
-        sequences = [row["prompt_ids"] + row[column] for row in rows]
         return score_sequences(
             model,
-            sequences,
+            [(row["prompt_ids"], row[column]) for row in rows],
             max_tokens_per_microbatch=limit,
             on_progress=lambda done, total: context.progress(f"scoring {column}", done, total),
         )
@@ -163,7 +160,7 @@ def _examine(
 def _require_batch_invariance(model: Any, rows: list[Row], scores: torch.Tensor) -> None:
     """Gate: a score does not depend on what it is batched or padded with."""
     for index in range(min(8, len(rows))):
-        sequence = rows[index]["prompt_ids"] + rows[index]["chosen_ids"]
+        sequence = (rows[index]["prompt_ids"], rows[index]["chosen_ids"])
         alone = float(score_sequences(model, [sequence], max_tokens_per_microbatch=1)[0])
         bound = 1e-4 if model.dtype == torch.float32 else 0.05
         if not math.isclose(alone, float(scores[index]), rel_tol=bound, abs_tol=bound):

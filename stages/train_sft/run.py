@@ -19,7 +19,7 @@ from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
 from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, microbatches, named
+from stages.models.batches import Microbatch, TokenBatch, microbatches, named, rollout_cost
 from stages.models.language import TokenLogprobs, base_model, export_policy
 from stages.program import Context, Metrics
 from stages.snapshots import StageSnapshots
@@ -109,9 +109,9 @@ def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, co
 
 
 def _microbatches(job: TrainSft, rows: list[Row], context: Context) -> list[Microbatch]:
-    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows]
     limit = job.parameters.trainer.max_tokens_per_microbatch
-    return microbatches(lengths, max_tokens=limit, world_size=context.world_size)[context.rank]
+    costs = [rollout_cost(row) for row in rows]
+    return microbatches(costs, max_tokens=limit, world_size=context.world_size)[context.rank]
 
 
 def _negative_logprobs(engine: TrainingEngine, rows: list[Row], microbatch: Microbatch) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _negative_logprobs(engine: TrainingEngine, rows: list[Row], microbatch: Micr
     batch = TokenBatch.of(
         [row["prompt_ids"] for row in picked], [row["completion_ids"] for row in picked], device=engine.device
     )
-    logprobs, _ = engine(batch.input_ids_BL, batch.select_BL, batch.targets_N, 1.0)
+    logprobs, _ = engine(batch.packed, batch.select_M, batch.targets_M, 1.0)
     weight = 0.0 if microbatch.is_filler else 1.0
     loss: torch.Tensor = -logprobs.sum() * weight
     return loss

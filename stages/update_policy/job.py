@@ -57,7 +57,7 @@ class UpdatePolicy(Job):
     """Writes policy/, trainer.json (counters, adaptive KL coefficient), metrics-00000.arrow."""
 
     STAGE: ClassVar[str] = "update_policy"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
     inputs: Inputs
     parameters: Parameters

@@ -18,7 +18,7 @@ from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, microbatches
+from stages.models.batches import Cost, Microbatch, TokenBatch, microbatches
 from stages.models.language import TokenLogprobs, base_model, export_policy, load_policy
 from stages.models.scalar import HEAD, load_scalar_model, require_same_head, score_sequences
 from stages.program import Context
@@ -56,7 +56,7 @@ def sentences(count: int, *, seed: int = 0) -> list[list[int]]:
 def logprobs(model: Any, rows: list[list[int]]) -> torch.Tensor:
     batch = TokenBatch.of([row[:1] for row in rows], [row[1:] for row in rows], device=CPU)
     with torch.no_grad():
-        found: torch.Tensor = TokenLogprobs(model).eval()(batch.input_ids_BL, batch.select_BL, batch.targets_N, 1.0)[0]
+        found: torch.Tensor = TokenLogprobs(model).eval()(batch.packed, batch.select_M, batch.targets_M, 1.0)[0]
     return found
 
 
@@ -81,7 +81,7 @@ def step(engine: Any, batches: list[Microbatch], *, factor: float = 1.0, power: 
     def loss_of(batch: Microbatch) -> torch.Tensor:
         picked = [rows[index] for index in batch.rows]
         tokens = TokenBatch.of([row[:1] for row in picked], [row[1:] for row in picked], device=CPU)
-        found, _ = engine(tokens.input_ids_BL, tokens.select_BL, tokens.targets_N, 1.0)
+        found, _ = engine(tokens.packed, tokens.select_M, tokens.targets_M, 1.0)
         loss: torch.Tensor = -(found * factor).sum().pow(power) / 60 * (0.0 if batch.is_filler else 1.0)
         return loss
 
@@ -94,7 +94,7 @@ def test_filler_microbatches_change_no_bit(one_rank: None, zero_stage: int) -> N
     states, norms = [], []
     for fillers in (0, 3):
         engine = engine_of(tiny(), zero_stage=zero_stage)
-        batches = microbatches([len(row) for row in sentences(6)], max_tokens=40)[0]
+        batches = microbatches([Cost(own=len(row)) for row in sentences(6)], max_tokens=40)[0]
         batches += [Microbatch(rows=(index,), is_filler=True) for index in range(fillers)]
         norms.append([step(engine, batches) for _ in range(2)])
         states.append(engine.full_state())
@@ -116,7 +116,7 @@ def test_a_gradient_that_is_not_finite_stops_at_the_step(one_rank: None, zero_st
 def test_the_gradient_norm_is_the_gradients_norm_at_every_zero_stage(one_rank: None) -> None:
     model, rows = tiny(), sentences(6)
     batch = TokenBatch.of([row[:1] for row in rows], [row[1:] for row in rows], device=CPU)
-    (-TokenLogprobs(model)(batch.input_ids_BL, batch.select_BL, batch.targets_N, 1.0)[0].sum() / 60).backward()
+    (-TokenLogprobs(model)(batch.packed, batch.select_M, batch.targets_M, 1.0)[0].sum() / 60).backward()
     expected = math.sqrt(sum(float(p.grad.double().pow(2).sum()) for p in model.parameters()))
     for zero_stage in (0, 1, 2, 3):
         found = step(engine_of(tiny(), zero_stage=zero_stage), [Microbatch(rows=tuple(range(6)))])
@@ -175,7 +175,7 @@ def test_a_reward_model_trained_with_adapters(one_rank: None, house: House, poli
 
 def test_a_score_depends_on_nothing_but_the_sequence(house: House, reward_model: ArtifactRef) -> None:
     model = load_scalar_model(reward_model.path(house.store) / "reward_model", dtype="float32")
-    rows = sentences(23, seed=5)
+    rows = [(row[:1], row[1:]) for row in sentences(23, seed=5)]
     alone = torch.cat([score_sequences(model, [row], max_tokens_per_microbatch=16) for row in rows])
     for limit in (16, 64, 100_000):
         together = score_sequences(model, rows, max_tokens_per_microbatch=limit)
@@ -187,11 +187,14 @@ def test_a_score_depends_on_nothing_but_the_sequence(house: House, reward_model:
 
 def test_our_score_is_the_librarys(house: House, reward_model: ArtifactRef) -> None:
     """The same number as AutoModelForSequenceClassification gives for an unpadded sequence."""
-    model = load_scalar_model(reward_model.path(house.store) / "reward_model", dtype="float32").eval()
+    directory = reward_model.path(house.store) / "reward_model"
+    library, ours = (load_scalar_model(directory, dtype="float32").eval() for _ in range(2))
     for row in sentences(4, seed=6):
         with torch.no_grad():
-            theirs = float(model(input_ids=torch.tensor([row])).logits[0, 0])
-        assert float(score_sequences(model, [row], max_tokens_per_microbatch=16)[0]) == pytest.approx(theirs, abs=1e-6)
+            theirs = float(library(input_ids=torch.tensor([row])).logits[0, 0])
+        assert float(score_sequences(ours, [([], row)], max_tokens_per_microbatch=16)[0]) == pytest.approx(
+            theirs, abs=1e-6
+        )
 
 
 def test_a_language_model_without_a_head_is_no_reward_model(house: House, policy: ArtifactRef) -> None:
