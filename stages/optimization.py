@@ -7,8 +7,6 @@ a lost trainer is brought back; the same files give the same bits.
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +21,7 @@ from stages.artifacts.shards import by_key, read_rows, same_keys
 from stages.artifacts.store import open_artifact
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.engines.schedule import learning_rate
-from stages.models.batches import Microbatch, named
+from stages.models.batches import Microbatch, minibatches, named
 from stages.program import Context
 from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
 from stages.rl.losses import policy_loss_clip, token_weights, value_loss_clip
@@ -103,20 +101,6 @@ def _make_steps(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: C
     if trainer.optimizer_steps != first + total or not steps:
         raise GateError(f"made {trainer.optimizer_steps - first} optimizer steps; expected {total}, and at least one")
     return steps
-
-
-def minibatches(groups: Sequence[str], *, count: int, seed: int) -> list[list[int]]:
-    """Deal a round's rows out over `count` minibatches, in an order drawn from `seed`; each in canonical order.
-
-    groups: the group of each row. A group stays whole, so that its prompt is computed once in a step and its advantages
-    add up to zero there; where there are fewer groups than minibatches, rows are dealt out singly.
-    """
-    by_group: dict[str, list[int]] = {}
-    for row, group in enumerate(groups):
-        by_group.setdefault(group, []).append(row)
-    units = list(by_group.values()) if len(by_group) >= count else [[row] for row in range(len(groups))]
-    random.Random(seed).shuffle(units)
-    return [sorted(row for unit in units[index::count] for row in unit) for index in range(count)]
 
 
 def _adapt_kl(trainer: Trainer, rows: list[Row]) -> None:

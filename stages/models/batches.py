@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,20 @@ def microbatches(costs: Sequence[Cost], *, max_tokens: int, world_size: int = 1)
         while len(batches) < most:
             batches.append(Microbatch(rows=units[-1].rows[-1:], is_filler=True))
     return filled
+
+
+def minibatches(groups: Sequence[str], *, count: int, seed: int) -> list[list[int]]:
+    """Deal a round's rows out over `count` minibatches, in an order drawn from `seed`; each in canonical order.
+
+    groups: the group of each row. A group stays whole, so that its prompt is computed once in a step and its advantages
+    add up to zero there; where there are fewer groups than minibatches, rows are dealt out singly.
+    """
+    by_group: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        by_group.setdefault(group, []).append(row)
+    units = list(by_group.values()) if len(by_group) >= count else [[row] for row in range(len(groups))]
+    random.Random(seed).shuffle(units)
+    return [sorted(row for unit in units[index::count] for row in unit) for index in range(count)]
 
 
 def named(step: str, rows: Sequence[Mapping[str, Any]], batches: Sequence[Microbatch]) -> str:

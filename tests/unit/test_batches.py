@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.models.batches import Cost, Microbatch, TokenBatch, microbatches, rollout_cost
+from stages.models.batches import Cost, Microbatch, TokenBatch, microbatches, minibatches, rollout_cost
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -167,3 +167,21 @@ def test_the_cost_of_a_rollout_is_what_its_batch_computes() -> None:
     rows = [{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9]}, {"prompt_ids": [5, 6], "completion_ids": [3]}]
     batch = TokenBatch.of([r["prompt_ids"] for r in rows], [r["completion_ids"] for r in rows], device=CPU)
     assert tokens([rollout_cost(row) for row in rows], Microbatch(rows=(0, 1))) == len(batch.packed.input_ids_N) == 4
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 6), st.integers(0, 99))
+def test_minibatches_hold_every_row_once_and_whole_groups(groups: int, size: int, count: int, seed: int) -> None:
+    names = [f"0/{row // size}" for row in range(groups * size)]
+    dealt = minibatches(names, count=count, seed=seed)
+    assert len(dealt) == count
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(names)))
+    assert all(rows == sorted(rows) for rows in dealt)
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= size
+    if groups >= count:
+        assert all(len({names[row] for row in rows}) * size == len(rows) for rows in dealt)
+    assert dealt == minibatches(names, count=count, seed=seed)
+
+
+def test_minibatches_are_dealt_anew_by_the_seed() -> None:
+    names = [str(row) for row in range(64)]
+    assert minibatches(names, count=4, seed=1) != minibatches(names, count=4, seed=2)
