@@ -22,6 +22,7 @@ from stages.artifacts.store import open_artifact
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.engines.schedule import learning_rate
 from stages.models.batches import Microbatch, minibatches, named
+from stages.models.work import FORWARD_AND_BACKWARD
 from stages.program import Context
 from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
 from stages.rl.losses import policy_loss_clip, token_weights, value_loss_clip
@@ -135,7 +136,7 @@ class _Step:
         trainer, algorithm = self.trainer, self.job.parameters.settings.algorithm
         lengths = torch.tensor([len(row["completion_ids"]) for row in self.rows])
         self.weights = token_weights(lengths, aggregation=algorithm.aggregation)
-        batches = trainer.split(self.rows, self.context)
+        batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD)
         coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
         torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
         rate = learning_rate(algorithm.policy_optimizer, step=trainer.optimizer_steps, num_steps=None)

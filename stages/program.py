@@ -42,7 +42,8 @@ class Context:
     """What a program gets besides its job.
 
     out: the attempt's directory, where it writes. live: objects that stay in memory between jobs, keyed by the
-    fingerprint of the state they hold. rank, world_size: of this process among those that run the job.
+    fingerprint of the state they hold. rank, world_size: of this process among those that run the job. tokens,
+    wasted_tokens, flops: what models computed for it.
     """
 
     out: Path
@@ -50,10 +51,29 @@ class Context:
     rank: int = 0
     world_size: int = 1
     report: Callable[[str, int, int], None] = lambda what, done, total: None
+    tokens: int = 0
+    wasted_tokens: int = 0
+    flops: float = 0.0
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Say that `done` of `total` units of work are finished: what the watchdog and the person both watch."""
         self.report(what, done, total)
+
+    def count(self, tokens: int, wasted: int, flops: float) -> None:
+        """Say what models compute for this job, on all ranks: tokens, those of them that are padding, operations."""
+        self.tokens += tokens
+        self.wasted_tokens += wasted
+        self.flops += flops
+
+    def work(self) -> Metrics:
+        """What was counted, as metrics; nothing where no model computed."""
+        if not self.tokens:
+            return {}
+        return {
+            "computed_tokens": float(self.tokens),
+            "padding_fraction": self.wasted_tokens / self.tokens,
+            "model_flops": self.flops,
+        }
 
 
 def load_job(path: Path) -> Job:
@@ -90,7 +110,7 @@ def execute(job: Job, context: Context) -> Metrics:
         torch.manual_seed(seed_at(job.seed, job.STAGE))
     program = importlib.import_module(f"stages.{job.STAGE}.run")
     metrics: Metrics = program.run(job, context)
-    return metrics
+    return metrics | context.work()
 
 
 def serve(replies: TextIO, *, warm: str) -> None:

@@ -6,7 +6,7 @@ for bit, or the run stops.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.resources import TrainerResources
@@ -65,7 +65,7 @@ def resident_trainer(job: Job, settings: UpdateSettings, state: TrainerState, co
         trainer.load(open_artifact(job.store, plan.snapshot))
     for done, redo in enumerate(plan.redo):
         context.progress("redoing updates", done, len(plan.redo))
-        update(redo.job, trainer, context)
+        update(redo.job, trainer, replace(context))
         _require_the_committed_policy(redo, trainer, job, context)
     context.live[_LIVE] = (_key(settings, state), trainer)
     return trainer

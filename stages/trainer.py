@@ -18,9 +18,10 @@ from stages.engines.deepspeed_engine import TrainingEngine
 from stages.engines.devices import open_device
 from stages.job import Job
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, microbatches, rollout_cost
+from stages.models.batches import Microbatch, TokenBatch, rollout_cost
 from stages.models.language import TokenLogprobs, export_policy, load_policy, write_model
 from stages.models.scalar import TokenScores, load_scalar_model
+from stages.models.work import deal
 from stages.program import Context
 from stages.update_policy.job import TrainerState, UpdateSettings
 
@@ -102,11 +103,22 @@ class Trainer:
     def _write_counters(self, out: Path) -> None:
         write_json(out / "trainer.json", {"optimizer_steps": self.optimizer_steps, "kl_coef": self.kl_coef})
 
-    def split(self, rows: Rows, context: Context) -> list[Microbatch]:
-        """This rank's microbatches of `rows` (with prompt_ids and completion_ids), balanced by tokens."""
-        limit = self.settings.trainer.max_tokens_per_microbatch
-        costs = [rollout_cost(row) for row in rows]
-        return microbatches(costs, max_tokens=limit, world_size=context.world_size)[context.rank]
+    def split(
+        self, rows: Rows, context: Context, *, passes: int, others: Sequence[PreTrainedModel] = ()
+    ) -> list[Microbatch]:
+        """This rank's microbatches of `rows` (with prompt_ids and completion_ids), balanced by tokens.
+
+        passes: that policy and critic make over them; others: further models that do.
+        """
+        return deal(
+            [rollout_cost(row) for row in rows],
+            max_tokens=self.settings.trainer.max_tokens_per_microbatch,
+            rank=context.rank,
+            world_size=context.world_size,
+            models=[self._language, *([self._scalar] if self.critic is not None else []), *others],
+            passes=passes,
+            count=context.count,
+        )
 
     def batch(self, rows: Rows, microbatch: Microbatch) -> TokenBatch:
         """The packed tensors of one microbatch."""

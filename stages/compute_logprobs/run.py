@@ -14,6 +14,7 @@ from stages.artifacts.store import open_artifact
 from stages.compute_logprobs.job import ComputeLogprobs
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.models.language import TokenLogprobs, load_policy
+from stages.models.work import FORWARD
 from stages.program import Context, Metrics
 from stages.recovery import resident_trainer
 from stages.trainer import Trainer
@@ -65,7 +66,8 @@ def _forward(
     if trainer.critic is not None:
         trainer.critic.train(False)
     results: list[Row] = []
-    batches = trainer.split(rows, context)
+    others = [reference.model] if reference is not None else []
+    batches = trainer.split(rows, context, passes=FORWARD, others=others)
     for done, microbatch in enumerate(batches):
         batch = trainer.batch(rows, microbatch)
         inputs = (batch.packed, batch.select_M, batch.targets_M, temperature)

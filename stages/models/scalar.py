@@ -17,9 +17,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from stages.artifacts.durable import digest_bytes
 from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.model_directory import refuse_unsafe_model
-from stages.models.batches import Cost, microbatches
+from stages.models.batches import Cost
 from stages.models.language import DTYPES
 from stages.models.packing import Packed, hidden_states, pack, use_packing
+from stages.models.work import FORWARD, Count, deal
 
 HEAD = "score.weight"
 
@@ -94,16 +95,26 @@ def score_sequences(
     *,
     max_tokens_per_microbatch: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    count: Count = lambda tokens, wasted, flops: None,
 ) -> torch.Tensor:
     """Reward of each (prompt, completion), as token ids: scores_B, float32, read at its last token.
 
-    A prompt that comes more than once is computed once. on_progress(done, total) is called after each microbatch.
+    A prompt that comes more than once is computed once. on_progress(done, total) is called after each microbatch;
+    count(tokens, wasted, flops) is told beforehand what will be computed.
     """
     module = TokenScores(model).eval()
     device = next(model.parameters()).device
     scores_B, done = torch.empty(len(rows), dtype=torch.float32), 0
     costs = [Cost(own=len(completion), shared=len(prompt), prompt=tuple(prompt)) for prompt, completion in rows]
-    for batch in microbatches(costs, max_tokens=max_tokens_per_microbatch)[0]:
+    for batch in deal(
+        costs,
+        max_tokens=max_tokens_per_microbatch,
+        rank=0,
+        world_size=1,
+        models=[model],
+        passes=FORWARD,
+        count=count,
+    ):
         picked = module(*last_tokens([rows[row] for row in batch.rows], device=device))
         scores_B[list(batch.rows)] = picked.cpu()
         done += len(batch.rows)

@@ -98,6 +98,7 @@ def _score_by_model(
         sequences,
         max_tokens_per_microbatch=budget,
         on_progress=lambda done, total: context.progress(f"scoring by {source.name}", done, total),
+        count=context.count,
     ).tolist()
     _refuse_infinite({source.name: scores}, rollouts)
     if source.normalize:

@@ -20,9 +20,10 @@ from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
 from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Cost, Microbatch, microbatches, named
+from stages.models.batches import Cost, Microbatch, named
 from stages.models.language import write_model
 from stages.models.scalar import TokenScores, head_digest, last_tokens, load_scalar_model, score_sequences
+from stages.models.work import FORWARD_AND_BACKWARD, deal
 from stages.program import Context, Metrics
 from stages.rewards.statistics import wilson_interval
 from stages.snapshots import StageSnapshots
@@ -86,10 +87,15 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
             total[0] += loss.item()
             return loss
 
-        limit = job.parameters.trainer.max_tokens_per_microbatch
-        batches = microbatches([_pair_cost(row) for row in rows], max_tokens=limit, world_size=context.world_size)[
-            context.rank
-        ]
+        batches = deal(
+            [_pair_cost(row) for row in rows],
+            max_tokens=job.parameters.trainer.max_tokens_per_microbatch,
+            rank=context.rank,
+            world_size=context.world_size,
+            models=[engine.module.model],
+            passes=FORWARD_AND_BACKWARD,
+            count=context.count,
+        )
         torch.manual_seed(seed_at(job.seed, job.STAGE, "step", step, context.rank))
         rate = learning_rate(settings.optimizer, step=step, num_steps=num_steps)
         where = partial(named, f"{job.STAGE}, optimizer step {step}", rows)
@@ -136,6 +142,7 @@ def _examine(
             [(row["prompt_ids"], row[column]) for row in rows],
             max_tokens_per_microbatch=limit,
             on_progress=lambda done, total: context.progress(f"scoring {column}", done, total),
+            count=context.count,
         )
 
     known = torch.cat([scores(train, "chosen_ids"), scores(train, "rejected_ids")])

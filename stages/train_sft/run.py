@@ -19,8 +19,9 @@ from stages.engines.deepspeed_engine import TrainingEngine, sum_over_ranks
 from stages.engines.devices import open_device
 from stages.engines.schedule import learning_rate
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, microbatches, named, rollout_cost
+from stages.models.batches import Microbatch, TokenBatch, named, rollout_cost
 from stages.models.language import TokenLogprobs, base_model, export_policy
+from stages.models.work import FORWARD, FORWARD_AND_BACKWARD, deal
 from stages.program import Context, Metrics
 from stages.snapshots import StageSnapshots
 from stages.train_sft.job import TrainSft
@@ -86,7 +87,7 @@ def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, co
     first, figures = snapshots.resume(engine)
     for step in range(first, sft.steps):
         batch_rows = step_rows(rows, step=step, batch_size=sft.batch_size, seed=job.seed, stage=job.STAGE)
-        batches = _microbatches(job, batch_rows, context)
+        batches = _microbatches(job, batch_rows, engine, context, passes=FORWARD_AND_BACKWARD)
         num_tokens = sum(len(row["completion_ids"]) for row in batch_rows)
         total = [0.0]
 
@@ -108,10 +109,18 @@ def _train(job: TrainSft, sft: SftConfig, engine: TrainingEngine, data: Path, co
     return figures
 
 
-def _microbatches(job: TrainSft, rows: list[Row], context: Context) -> list[Microbatch]:
-    limit = job.parameters.trainer.max_tokens_per_microbatch
-    costs = [rollout_cost(row) for row in rows]
-    return microbatches(costs, max_tokens=limit, world_size=context.world_size)[context.rank]
+def _microbatches(
+    job: TrainSft, rows: list[Row], engine: TrainingEngine, context: Context, *, passes: int
+) -> list[Microbatch]:
+    return deal(
+        [rollout_cost(row) for row in rows],
+        max_tokens=job.parameters.trainer.max_tokens_per_microbatch,
+        rank=context.rank,
+        world_size=context.world_size,
+        models=[engine.module.model],
+        passes=passes,
+        count=context.count,
+    )
 
 
 def _negative_logprobs(engine: TrainingEngine, rows: list[Row], microbatch: Microbatch) -> torch.Tensor:
@@ -134,7 +143,7 @@ def _held_out_loss(job: TrainSft, engine: TrainingEngine, data: Path, context: C
         return {}
     engine.train(False)
     total = 0.0
-    for microbatch in _microbatches(job, rows, context):
+    for microbatch in _microbatches(job, rows, engine, context, passes=FORWARD):
         total += _negative_logprobs(engine, rows, microbatch).item()
     num_tokens = sum(len(row["completion_ids"]) for row in rows)
     return {"held_out_loss": sum_over_ranks([total])[0] / num_tokens}
