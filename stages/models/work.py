@@ -39,7 +39,7 @@ def work_of(plan: Sequence[Sequence[Microbatch]], costs: Sequence[Cost]) -> Work
 
 
 def flops(work: Work, model: PreTrainedModel, *, passes: int) -> float:
-    """Floating-point operations of `passes` passes: two per weight and token, four per pair of tokens and unit of width.
+    """Floating-point operations of `passes` passes: two per weight and token, four per pair, layer and unit of width.
 
     Weights are those of matrices outside the embeddings, and of the output embedding, where there is one, for every
     token (Kaplan et al. 2020, table 1); with adapters, frozen ones count like others.

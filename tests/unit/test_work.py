@@ -41,7 +41,7 @@ def test_work_counts_what_a_batch_holds() -> None:
 
 
 def test_flops_are_those_that_pytorch_counts() -> None:
-    """Matrices: within a twentieth, as the output embedding is taken for every token. PyTorch counts no attention here."""
+    """Of matrices: within a twentieth, as the output embedding counts for every token. Attention is not seen here."""
     lm = model()
     batch = TokenBatch.of([[5] * 20] * 8, [[index + 3] * 60 for index in range(8)], device=CPU)
     tokens = work_of([[Microbatch(rows=tuple(range(8)))]], [Cost(59, 20, "a")] * 8).tokens
