@@ -20,19 +20,19 @@ from prefect.runtime import deployment
 
 from configs.rewards import RewardModelSource
 from flows.changes import not_bit_identical
+from flows.ledger import Ledger, summary_table
 from flows.round import RoundResult
 from flows.server import server_answers
-from stages.artifacts import layout, schemas
+from stages.artifacts import layout
 from stages.artifacts.durable import read_json, write_bytes, write_json
 from stages.artifacts.reference import ArtifactRef
-from stages.artifacts.shards import read_rows, write_table
 from tasks.run import Outcome, Run
 from tasks.tracking import Tracker
 
 Row = dict[str, Any]
 _COLUMNS = (
     *("round", "held_out", "proxy", "reward", "kl", "entropy", "clip", "tokens"),
-    *("gen_tok/s", "train_tok/s", "seconds"),
+    *("gen_tok/s", "train_tok/s", "seconds", "waiting"),
 )
 
 
@@ -46,6 +46,7 @@ class Report:
         self.states: dict[int, ArtifactRef] = {}
         self._progress: Any = None
         self._tracker = Tracker(run)
+        self._ledger = Ledger(run)
 
     def start(self, evaluation: Outcome) -> None:
         """The policy before the first round."""
@@ -60,7 +61,7 @@ class Report:
         self.states[result.round_index] = result.update.ref
         self._show(round_row(result.round_index, result, evaluation, self.run))
         if not self.run.replay:
-            self._write_metrics()
+            self._ledger.write()
             self._link_policies()
             self._try("wandb", lambda: self._tracker.log(result.round_index, self.rows[-1]))
             self._try("Prefect artifacts", lambda: self._publish_round(result))
@@ -69,13 +70,18 @@ class Report:
         """The summary: what got better, where everything lies, what to type next."""
         lines = summary_lines(self, policy=policy, reward_model=reward_model)
         if not self.run.replay:
-            self._write_metrics()
+            self._ledger.write()
             write_bytes(self.run.directory / "summary.md", ("\n".join(lines) + "\n").encode())
             write_json(self.run.directory / "summary.json", self.summary())
             self._try("wandb", self._tracker.finish)
             self._try("Prefect artifacts", lambda: self._publish_summary(lines))
         for line in lines:
             self.run.display.say(line)
+
+    @property
+    def costs(self) -> list[Row]:
+        """What each stage cost so far."""
+        return self._ledger.rows
 
     def best(self) -> tuple[int, Outcome] | None:
         """Round and evaluation with the best figure of `evaluation.metric`; the earliest of equals."""
@@ -102,18 +108,6 @@ class Report:
     def _show(self, row: Row) -> None:
         self.rows.append(row)
         self.run.display.say(table_line(shown_row(row).values()))
-
-    def _write_metrics(self) -> None:
-        """Every figure of every stage so far, as one Arrow file in the run directory."""
-        rows: list[Row] = []
-        for outcome in self.run.outcomes:
-            index = layout.round_of(outcome.label)
-            base = {"round_index": index, "stage": outcome.label, "step": -1}
-            figures = outcome.metrics | {"wall_seconds": outcome.seconds}
-            rows.extend(base | {"metric": name, "value": value} for name, value in sorted(figures.items()))
-            if (outcome.path / "metrics-00000.arrow").exists():
-                rows.extend(read_rows(outcome.path, "metrics", schemas.METRICS))
-        write_table(layout.run_metrics(self.run.directory), rows, schemas.METRICS)
 
     def _link_policies(self) -> None:
         """`best` and `last` in the run directory point at the policies' directories."""
@@ -193,6 +187,7 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
 
     held_out: the evaluation's metric (gold). proxy: the reward model on the same completions, where it is measured.
     reward: mean over the training rollouts. kl: to the reference, per token, nats. tokens: mean completion length.
+    seconds: in the round's five stages. waiting: between them, orchestration and commits, in this start of the run.
     """
     row: Row = {"round": index}
     if evaluation is not None:
@@ -212,6 +207,7 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
             "gen_tok/s": result.rollouts.metrics["generated_tokens"] / result.rollouts.seconds,
             "train_tok/s": result.update.metrics["completion_tokens"] / result.update.seconds,
             "seconds": sum(task.seconds for task in tasks),
+            "waiting": sum(task.costs.waiting_seconds + task.costs.commit_seconds for task in tasks),
         }
     return row
 
@@ -238,6 +234,7 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
         lines += ["", table_line(_COLUMNS), *(table_line(shown_row(row).values()) for row in report.rows), ""]
     if best is not None and len(report.evaluations) > 1:
         lines += _before_and_after(report, best[0])
+    lines += summary_table(report.costs)
     lines += [f"policy after SFT: {policy.path / 'policy'}", f"everything of this run: {run.directory}"]
     if report.states:
         last = max(report.states)

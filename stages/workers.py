@@ -84,6 +84,7 @@ class WorkerPool:
         self.logs = logs
         self.stall_seconds = stall_seconds
         self.start_seconds = 0.0
+        self.waited_seconds = 0.0
         self._workers: list[_Worker] = []
         self._rendezvous: Rendezvous | None = None
         self._started = 0.0
@@ -121,12 +122,14 @@ class WorkerPool:
 
         Raises TransientError if a worker is lost, else what the stage raised.
         """
+        called = time.monotonic()
         self.start()
         try:
             if not self._ready:
                 self._collect(self._workers, deadline=START_SECONDS, until="ready", on_progress=on_progress)
                 self._ready = True
                 self.start_seconds = time.monotonic() - self._started
+            self.waited_seconds = time.monotonic() - called
             workers = self._workers if all_ranks else self._workers[:1]
             for worker in workers:
                 worker.send({"job": str(job), "out": str(out)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, cast
@@ -22,7 +23,7 @@ from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
-from tasks.run import NotDone, Outcome, Run
+from tasks.run import Costs, NotDone, Outcome, Run
 
 P = ParamSpec("P")
 _BACKOFF_SECONDS = 1.0
@@ -112,7 +113,7 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     kept = run.kept.get(label)
     manifest = store.verify(job.store, kept) if kept is not None else None
     if kept is not None and manifest is not None:
-        return _finish(run, kept, manifest, label=label, reused=True)
+        return _finish(run, kept, _Made(manifest), label=label, reused=True)
     manifest = store.verify(job.store, job.ref)
     if manifest is not None:
         store.require_parents(job.store, manifest)
@@ -121,19 +122,40 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     path = layout.run_job(run.directory, label)
     if not run.replay and not _says(path, job.document()):
         write_json(path, job.document())
-    reused = manifest is not None
-    if manifest is None:
+    made = _Made(manifest) if manifest is not None else None
+    reused = made is not None
+    if made is None:
         lock = layout.lock(job.store, job.STAGE, job.fingerprint)
         with Lease(lock, what=f"artifact {job.ref}", take_over=run.lease.take_over) as lease:
-            manifest = store.verify(job.store, job.ref) or _make(run, job, label=label, lease=lease)
+            manifest = store.verify(job.store, job.ref)
+            made = _Made(manifest) if manifest is not None else _make(run, job, label=label, lease=lease)
         run.display.settled(label)
         run.announce_workers()
     elif not run.replay:
         store.clear_attempts(job)
-    return _finish(run, job.ref, manifest, label=label, reused=reused)
+    return _finish(run, job.ref, made, label=label, reused=reused)
 
 
-def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reused: bool) -> Outcome:
+@dataclass(frozen=True)
+class _Made:
+    """An artifact's manifest, and what making it took: nothing where it was there."""
+
+    manifest: Manifest
+    start_seconds: float = 0.0
+    work_seconds: float = 0.0
+    commit_seconds: float = 0.0
+
+
+def _finish(run: Run, ref: ArtifactRef, made: _Made, *, label: str, reused: bool) -> Outcome:
+    manifest, now = made.manifest, time.monotonic()
+    costs = Costs(
+        seconds=now - run.settled,
+        start_seconds=made.start_seconds,
+        work_seconds=made.work_seconds,
+        commit_seconds=made.commit_seconds,
+        bytes=0 if reused else sum(entry.bytes for entry in manifest.files.values()),
+    )
+    run.settled = now
     outcome = Outcome(
         label=label,
         ref=ref,
@@ -141,6 +163,7 @@ def _finish(run: Run, ref: ArtifactRef, manifest: Manifest, *, label: str, reuse
         seconds=manifest.wall_seconds,
         reused=reused,
         path=ref.path(run.store),
+        costs=costs,
     )
     run.outcomes.append(outcome)
     run.display.say(
@@ -157,7 +180,7 @@ def _says(path: Path, document: dict[str, Any]) -> bool:
         return False
 
 
-def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:
+def _make(run: Run, job: Job, *, label: str, lease: Lease) -> _Made:
     """Launch, then commit. Raises TransientError if a worker is lost."""
     pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
     attempt = store.new_attempt(job)
@@ -172,8 +195,14 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> Manifest:
     except RatchetError:
         run.lease.require()  # whoever took the run over has cleared this attempt away: that is the reason
         raise
-    seconds = time.monotonic() - started
-    return store.commit(job, attempt, metrics=metrics, wall_seconds=seconds, leases=[lease, run.lease])
+    ended = time.monotonic()
+    manifest = store.commit(job, attempt, metrics=metrics, wall_seconds=ended - started, leases=[lease, run.lease])
+    return _Made(
+        manifest,
+        start_seconds=pool.waited_seconds,
+        work_seconds=ended - started - pool.waited_seconds,
+        commit_seconds=time.monotonic() - ended,
+    )
 
 
 def _shown(outcome: Outcome) -> str:

@@ -36,8 +36,32 @@ class Display(Protocol):
 
 
 @dataclass(frozen=True)
+class Costs:
+    """Where the wall time between the end of the stage before and the end of this one went.
+
+    start_seconds: until its workers were ready. work_seconds: in the stage itself. commit_seconds: hashing, flushing,
+    signing and naming the artifact. The rest, waiting_seconds, is the orchestration's: Prefect, looking up what is
+    done, leases, the report, and attempts that were lost. bytes: of the artifact.
+    """
+
+    seconds: float
+    start_seconds: float = 0.0
+    work_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    bytes: int = 0
+
+    @property
+    def waiting_seconds(self) -> float:
+        """What is left."""
+        return self.seconds - self.start_seconds - self.work_seconds - self.commit_seconds
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """What a task came to. reused: the artifact was there already. seconds: what making it took, then or now."""
+    """What a task came to. reused: the artifact was there already. seconds: what making it took, then or now.
+
+    costs: of this start of the run.
+    """
 
     label: str
     ref: ArtifactRef
@@ -45,6 +69,7 @@ class Outcome:
     seconds: float
     reused: bool
     path: Path
+    costs: Costs
 
 
 # What says where and on what a run is made, not what: with another value it is the same run.
@@ -77,7 +102,7 @@ class Run:
         self.directory = layout.run_directory(self.store, self.name)
         self.kept = kept_stages(self.directory)
         self.outcomes: list[Outcome] = []
-        self.started = time.monotonic()
+        self.started = self.settled = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}
         self._announced: dict[PoolSpec, float] = {}
         self.lease = Lease(self.directory / "lease", what=f"run {self.name}", take_over=take_over)

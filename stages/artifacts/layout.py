@@ -65,6 +65,11 @@ def run_metrics(run: Path) -> Path:
     return run / "metrics.arrow"
 
 
+def run_ledger(run: Path) -> Path:
+    """What each stage of the run cost, Arrow."""
+    return run / "ledger.arrow"
+
+
 def digest_cache(store: Path) -> Path:
     """Digests of the user's own input files by (path, size, mtime, inode)."""
     return store / "digests.json"

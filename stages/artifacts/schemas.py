@@ -121,6 +121,25 @@ METRICS = _schema(
 )
 """Figures in long form."""
 
+LEDGER = _schema(
+    "ledger",
+    1,
+    [
+        ("round_index", pa.int32(), "-1 before the rounds"),
+        ("stage", pa.string(), "label of the stage within the run"),
+        ("seconds", pa.float64(), "wall time from the end of the stage before to the end of this one; parts follow"),
+        ("waiting_seconds", pa.float64(), "orchestration: Prefect, leases, lookups, the report, lost attempts"),
+        ("start_seconds", pa.float64(), "until the stage's workers were ready"),
+        ("work_seconds", pa.float64(), "in the stage itself"),
+        ("commit_seconds", pa.float64(), "hashing, flushing, signing and naming the artifact"),
+        ("bytes", pa.int64(), "of the artifact"),
+        ("tokens", pa.int64(), "sampled by a generator, or computed by a trainer's models"),
+        ("padding_fraction", pa.float64(), "of the computed tokens"),
+        ("model_flops", pa.float64(), "floating-point operations of the models' forward and backward passes"),
+    ],
+)
+"""What each stage of a run cost, in the start that made it; zeros where an artifact of another run was used."""
+
 ALL: dict[str, pa.Schema] = {
     "prompts": PROMPTS,
     "demonstrations": DEMONSTRATIONS,
@@ -130,4 +149,5 @@ ALL: dict[str, pa.Schema] = {
     "logprobs": LOGPROBS,
     "advantages": ADVANTAGES,
     "metrics": METRICS,
+    "ledger": LEDGER,
 }

@@ -19,6 +19,17 @@ _ROWS_PER_BATCH = 4096
 
 def write_table(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -> None:
     """Write `rows` as one Arrow file of bounded record batches, whole or not at all."""
+    write_batches(path, record_batches(rows, schema), schema)
+
+
+def record_batches(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> list[pa.RecordBatch]:
+    """`rows` as record batches of bounded size."""
+    starts = range(0, len(rows), _ROWS_PER_BATCH)
+    return [pa.RecordBatch.from_pylist(list(rows[at : at + _ROWS_PER_BATCH]), schema=schema) for at in starts]
+
+
+def write_batches(path: Path, batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> None:
+    """Write record batches as one Arrow file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.tmp")
     durable.before_operation("write", path)
     with (
@@ -26,8 +37,8 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
-        for start in range(0, len(rows), _ROWS_PER_BATCH):
-            writer.write_batch(pa.RecordBatch.from_pylist(list(rows[start : start + _ROWS_PER_BATCH]), schema=schema))
+        for batch in batches:
+            writer.write_batch(batch)
     sync_file(temporary)
     replace(temporary, path)
 

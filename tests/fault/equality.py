@@ -14,7 +14,7 @@ from stages.artifacts.shards import read_table
 
 Json = dict[str, Any]
 WORK_DONE = {
-    *("wall_seconds", "seconds", "gen_tok/s", "train_tok/s"),
+    *("wall_seconds", "seconds", "waiting", "gen_tok/s", "train_tok/s"),
     *("computed_tokens", "padding_fraction", "model_flops"),
 }
 """Figures of the work that a start did, such as wall-clock seconds: a resumed start does less of it."""

@@ -241,3 +241,18 @@ def test_figures_of_every_stage_are_in_one_arrow_file(finished: Result, run_dire
     assert (1, "after-001-evaluate_policy", "exact_match_mean") in names
     steps = [row for row in rows if row["stage"] == "update_policy" and row["metric"] == "policy_loss"]
     assert len(steps) == 3 * 4, "three rounds of four optimizer steps"
+
+
+def test_the_ledger_says_where_the_time_went(finished: Result, run_directory: Path) -> None:
+    rows = read_table(layout.run_ledger(run_directory), schemas.LEDGER).to_pylist()
+    by_stage = {row["stage"]: row for row in rows}
+    assert len(by_stage) == len(rows) == len(finished.made())
+    for row in rows:
+        parts = sum(row[f"{name}_seconds"] for name in ("waiting", "start", "work", "commit"))
+        assert row["seconds"] == pytest.approx(parts)
+        assert row["waiting_seconds"] > 0.0 and row["work_seconds"] > 0.0 and row["bytes"] > 0
+    assert by_stage["round-000-generate_rollouts"]["tokens"] > 0
+    for stage in ("train_sft", "train_reward_model", "round-001-compute_logprobs", "round-001-update_policy"):
+        assert by_stage[stage]["tokens"] > 0 and by_stage[stage]["model_flops"] > 0.0
+        assert by_stage[stage]["padding_fraction"] == 0.0, "one rank repeats nothing"
+    assert "seconds of" in finished.out and "round-update_policy" in finished.out
