@@ -18,7 +18,7 @@ from stages.artifacts.shards import read_rows, read_table, record_batches, write
 from tasks.run import Outcome, Run
 
 Row = dict[str, Any]
-_WIDTHS = (34, 5, 8, 8, 8, 8, 8, 10, 8)
+_WIDTHS = (38, 5, 8, 8, 8, 8, 8, 10, 8)
 _NAMES = ("seconds of", "times", "all", "waiting", "start", "work", "commit", "tokens/s", "GFLOP/s")
 
 

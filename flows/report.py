@@ -234,7 +234,8 @@ def summary_lines(report: Report, *, policy: Outcome, reward_model: Outcome | No
         lines += ["", table_line(_COLUMNS), *(table_line(shown_row(row).values()) for row in report.rows), ""]
     if best is not None and len(report.evaluations) > 1:
         lines += _before_and_after(report, best[0])
-    lines += summary_table(report.costs)
+    if costs := summary_table(report.costs):
+        lines += ["", *costs, ""]
     lines += [f"policy after SFT: {policy.path / 'policy'}", f"everything of this run: {run.directory}"]
     if report.states:
         last = max(report.states)

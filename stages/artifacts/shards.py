@@ -61,10 +61,16 @@ def read_rows(
     directory: Path, kind: str, schema: pa.Schema, *, columns: Sequence[str] | None = None
 ) -> list[dict[str, Any]]:
     """All rows of the `kind-NNNNN.arrow` files of an artifact, in file order."""
+    rows: list[dict[str, Any]] = read_tables(directory, kind, schema, columns=columns).to_pylist()
+    return rows
+
+
+def read_tables(directory: Path, kind: str, schema: pa.Schema, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """The `kind-NNNNN.arrow` files of an artifact as one table, in file order. Raises InputError if there is none."""
     paths = sorted(directory.glob(f"{kind}-?????.arrow"))
     if not paths:
         raise InputError(f"{directory}: expected {kind}-00000.arrow and so on, found none")
-    return [row for path in paths for row in read_table(path, schema, columns=columns).to_pylist()]
+    return pa.concat_tables([read_table(path, schema, columns=columns) for path in paths])
 
 
 def by_key(rows: Sequence[dict[str, Any]], *, where: str) -> dict[tuple[str, int], dict[str, Any]]:

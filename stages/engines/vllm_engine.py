@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,15 +97,20 @@ class GenerationEngine:
 
     def sample(
         self,
-        requests: Sequence[Request],
+        batches: Sequence[Sequence[Request]],
         *,
         temperature: float,
         max_completion_tokens: int,
         on_tokens: Callable[[int], None],
-    ) -> dict[str, Completion]:
-        """Sample every request to its end. on_tokens(finished) is called now and then. Raises GateError."""
+    ) -> Iterator[tuple[int, dict[str, Completion]]]:
+        """Sample every request of every batch together, and yield each batch, by its index, when it is whole.
+
+        on_tokens(finished) is called now and then. Raises GateError.
+        """
         engine: Any = self._llm.llm_engine
-        for request in requests:
+        found: list[dict[str, Completion]] = [{} for _ in batches]
+        place = {request.key: index for index, batch in enumerate(batches) for request in batch}
+        for request in (request for batch in batches for request in batch):
             params = SamplingParams(
                 temperature=temperature,
                 seed=request.seed,
@@ -115,19 +120,20 @@ class GenerationEngine:
                 detokenize=False,
             )
             engine.add_request(request.key, {"prompt_token_ids": list(request.prompt_ids)}, params)
-        found: dict[str, Completion] = {}
-        reported = time.monotonic()
+        reported, finished = time.monotonic(), 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    found[output.request_id] = _completion(output)
+                    index, finished = place[output.request_id], finished + 1
+                    found[index][output.request_id] = _completion(output)
+                    if len(found[index]) == len(batches[index]):
+                        yield index, found[index]
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()
-                on_tokens(len(found))
-        missing = [request.key for request in requests if request.key not in found]
+                on_tokens(finished)
+        missing = [key for key, index in place.items() if key not in found[index]]
         if missing:
-            raise GateError(f"expected {len(requests)} completions, found {len(found)}; missing {missing[:3]}")
-        return found
+            raise GateError(f"expected {len(place)} completions, found {finished}; missing {missing[:3]}")
 
 
 def _blocks(policy: Path, dtype: str, max_model_tokens: int, resources: GeneratorResources) -> int | None:

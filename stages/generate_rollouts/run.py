@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import InputError
 from stages.artifacts.seeds import seed_at
-from stages.artifacts.shards import adopt, read_rows, read_table, seal, write_table
+from stages.artifacts.shards import adopt, read_table, read_tables, seal, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts
@@ -28,7 +29,7 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
     Its figures are those of all shards, whoever sampled them: a resumed batch has the figures of an undisturbed one.
     """
     parameters = job.parameters
-    prompts = select_prompts(job)
+    prompts = _select_prompts(job, context)
     size = parameters.prompts_per_shard
     shards = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     earlier = earlier_attempts(context.out)
@@ -39,9 +40,13 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
             missing.append(index)
     if missing:
         engine, tokenizer = _engine(job, context), _tokenizer(job, context)
-        for done, index in enumerate(missing):
-            _generate(job, context, engine, tokenizer, shards[index], index)
-            context.progress("rollout shards", done + 1, len(missing))
+        together = 1 if job.promises_bits else len(missing)  # the bits depend on what is sampled together
+        done = 0
+        for start in range(0, len(missing), together):
+            turn = {index: shards[index] for index in missing[start : start + together]}
+            for _ in _generate(job, context, engine, tokenizer, turn):
+                done += 1
+                context.progress("rollout shards", done, len(missing))
     prompts_done = sum(len(shards[index]) for index in mine)
     tokens = sum(_tokens(layout.shard(context.out, "rollouts", index)) for index in mine)
     return {"prompts": float(prompts_done), "generated_tokens": float(tokens)}
@@ -53,25 +58,32 @@ def _tokens(shard: Path) -> int:
     return sum(len(ids) for ids in completions)
 
 
-def select_prompts(job: GenerateRollouts) -> list[Row]:
+def _select_prompts(job: GenerateRollouts, context: Context) -> list[Row]:
     """The job's prompts: the window-th batch of an order shuffled anew each epoch, in canonical order.
 
+    The prompts stay in memory as Arrow, in canonical order, from job to job; only the batch becomes Python objects.
     Raises InputError if the training part holds fewer prompts than a batch.
     """
     parameters = job.parameters
-    rows = read_rows(open_artifact(job.store, job.inputs.data), f"prompts_{parameters.split}", schemas.PROMPTS)
-    rows.sort(key=lambda row: row["prompt_id"])
+    key = ("prompts", job.inputs.data.fingerprint, parameters.split)
+    if key not in context.live:
+        directory = open_artifact(job.store, job.inputs.data)
+        context.live[key] = read_tables(directory, f"prompts_{parameters.split}", schemas.PROMPTS).sort_by("prompt_id")
+    prompts = context.live[key]
     count = parameters.num_prompts
-    if count > len(rows):
+    if count > len(prompts):
         if parameters.purpose == "training":
             raise InputError(
-                f"rounds.prompts_per_round: expected at most {len(rows)} (prompts in the training part), found {count}"
+                f"rounds.prompts_per_round: expected at most {len(prompts)} (prompts in the training part), "
+                f"found {count}"
             )
-        count = len(rows)
-    per_epoch = len(rows) // count
+        count = len(prompts)
+    per_epoch = len(prompts) // count
     epoch, slot = divmod(parameters.window, per_epoch)
-    random.Random(seed_at(job.seed, "prompt_order", parameters.split, epoch)).shuffle(rows)
-    return sorted(rows[slot * count : (slot + 1) * count], key=lambda row: row["prompt_id"])
+    order = list(range(len(prompts)))
+    random.Random(seed_at(job.seed, "prompt_order", parameters.split, epoch)).shuffle(order)
+    rows: list[Row] = prompts.take(sorted(order[slot * count : (slot + 1) * count])).to_pylist()
+    return rows
 
 
 def _engine(job: GenerateRollouts, context: Context) -> GenerationEngine:
@@ -114,35 +126,40 @@ def _tokenizer(job: GenerateRollouts, context: Context) -> Any:
 
 
 def _generate(
-    job: GenerateRollouts, context: Context, engine: GenerationEngine, tokenizer: Any, prompts: list[Row], index: int
-) -> None:
-    """Sample one shard, write it and seal it."""
+    job: GenerateRollouts, context: Context, engine: GenerationEngine, tokenizer: Any, shards: Mapping[int, list[Row]]
+) -> Iterator[int]:
+    """Sample shards together; write and seal each as soon as it is whole, and yield its index."""
     parameters = job.parameters
-    keys = [(prompt, sample) for prompt in prompts for sample in range(parameters.group_size)]
-    requests = [
-        Request(
-            key=f"{prompt['prompt_id']}/{sample}",
-            prompt_ids=tuple(prompt["prompt_ids"]),
-            seed=seed_at(job.seed, job.STAGE, parameters.purpose, parameters.round_index, prompt["prompt_id"], sample),
-        )
-        for prompt, sample in keys
-    ]
-    completions = engine.sample(
-        requests,
+    keys = {
+        index: [(prompt, sample) for prompt in prompts for sample in range(parameters.group_size)]
+        for index, prompts in shards.items()
+    }
+    requests = {index: [_request(job, prompt, sample) for prompt, sample in pairs] for index, pairs in keys.items()}
+    total, names = sum(map(len, requests.values())), ", ".join(map(str, shards))
+    order = list(shards)
+    for place, completions in engine.sample(
+        [requests[index] for index in order],
         temperature=parameters.temperature,
         max_completion_tokens=parameters.max_completion_tokens,
-        on_tokens=lambda finished: context.progress(f"completions of shard {index}", finished, len(requests)),
-    )
-    texts = tokenizer.batch_decode(
-        [list(completions[request.key].token_ids) for request in requests], skip_special_tokens=True
-    )
-    rows = [
-        _row(job, prompt, sample, completions[request.key], text)
-        for (prompt, sample), request, text in zip(keys, requests, texts, strict=True)
-    ]
-    path = layout.shard(context.out, "rollouts", index)
-    write_table(path, rows, schemas.ROLLOUTS)
-    seal(path)
+        on_tokens=lambda finished: context.progress(f"completions of shard {names}", finished, total),
+    ):
+        index = order[place]
+        sampled = [completions[request.key] for request in requests[index]]
+        texts = tokenizer.batch_decode([list(one.token_ids) for one in sampled], skip_special_tokens=True)
+        rows = [
+            _row(job, prompt, sample, completion, text)
+            for (prompt, sample), completion, text in zip(keys[index], sampled, texts, strict=True)
+        ]
+        path = layout.shard(context.out, "rollouts", index)
+        write_table(path, rows, schemas.ROLLOUTS)
+        seal(path)
+        yield index
+
+
+def _request(job: GenerateRollouts, prompt: Row, sample: int) -> Request:
+    parameters, name = job.parameters, prompt["prompt_id"]
+    seed = seed_at(job.seed, job.STAGE, parameters.purpose, parameters.round_index, name, sample)
+    return Request(key=f"{name}/{sample}", prompt_ids=tuple(prompt["prompt_ids"]), seed=seed)
 
 
 def _row(job: GenerateRollouts, prompt: Row, sample: int, completion: Any, text: str) -> Row:

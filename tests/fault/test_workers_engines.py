@@ -139,8 +139,10 @@ for kind in ["", "missing", "empty", "nan", "positive"] * trials:
     requests = [Request(f"{index}/0", (0, 5, 6 + index), index) for index in range(6)]
     victim = f"{chance.randrange(6)}/0"
     try:
-        engine.sample(requests, temperature=1.0, max_completion_tokens=8, on_tokens=lambda finished: None)
+        batches = dict(engine.sample([requests[:2], requests[2:]], temperature=1.0, max_completion_tokens=8,
+                                     on_tokens=lambda finished: None))
         said = ""
+        assert [sorted(batches[0]), sorted(batches[1])] == [["0/0", "1/0"], ["2/0", "3/0", "4/0", "5/0"]]
     except GateError as error:
         said = str(error)
         while engine._llm.llm_engine.has_unfinished_requests():
