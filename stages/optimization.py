@@ -24,8 +24,9 @@ from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.engines.schedule import learning_rate
 from stages.models.batches import Microbatch, named
 from stages.program import Context
+from stages.rl.aggregation import token_weights
 from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
-from stages.rl.losses import policy_loss_clip, token_weights, value_loss_clip
+from stages.rl.losses import policy_loss_clip, value_loss_clip
 from stages.trainer import Trainer
 from stages.update_policy.job import UpdatePolicy
 

@@ -21,16 +21,11 @@ from stages.artifacts.store import open_artifact
 from stages.engines.devices import open_device
 from stages.estimate_advantages.job import EstimateAdvantages
 from stages.program import Context
-from stages.rl.advantages import (
-    gae_advantages,
-    group_advantages,
-    place_rewards,
-    shaped_rewards,
-    token_rewards,
-    whiten,
-)
+from stages.rl.advantages import group_advantages
+from stages.rl.credit import Credit, KlPenalty, group_credit, ppo_credit
 from stages.rl.kl import kl_k1, kl_k3
 from stages.rl.masked import explained_variance, masked_mean
+from stages.rl.whitening import Whitening
 
 _COLUMNS = ("prompt_id", "sample_index", "group_id", "completion_ids", "finish_reason")
 
@@ -50,15 +45,6 @@ class RoundBatch:
     truncated_fraction: float
 
 
-@dataclass(frozen=True)
-class Credit:
-    """What the file holds. returns_BT: None without a critic."""
-
-    token_rewards_BT: Tensor
-    advantages_BT: Tensor
-    returns_BT: Tensor | None
-
-
 def run(job: EstimateAdvantages, context: Context) -> dict[str, float]:
     """Estimate advantages for one round. Gates: same rows everywhere, equal groups, nothing but finite numbers."""
     if context.rank != 0:
@@ -73,38 +59,32 @@ def run(job: EstimateAdvantages, context: Context) -> dict[str, float]:
 
 
 def _credit(batch: RoundBatch, *, algorithm: Algorithm, kl_coef: float) -> Credit:
-    in_reward = algorithm.kl_placement == "reward" and kl_coef > 0
-    rewards_BT = place_rewards(batch.rewards_B, mask_BT=batch.mask_BT)
-    rewards_B = batch.rewards_B
-    if in_reward:
+    kl = None
+    if algorithm.kl_placement == "reward" and kl_coef > 0:
         if batch.ref_logprobs_BT is None:
             raise GateError("ref_logprobs: expected them, because the KL is placed in the reward; found empty lists")
-        shaping: dict[str, Any] = {
-            "mask_BT": batch.mask_BT,
-            "old_logprobs_BT": batch.old_logprobs_BT,
-            "ref_logprobs_BT": batch.ref_logprobs_BT,
-            "kl_coef": kl_coef,
-            "kl_estimator": algorithm.kl_estimator,
-        }
-        rewards_BT, rewards_B = token_rewards(rewards_B, **shaping), shaped_rewards(rewards_B, **shaping)
+        kl = KlPenalty(kl_coef, algorithm.kl_estimator, batch.old_logprobs_BT, batch.ref_logprobs_BT)
     match algorithm:
         case Ppo():
             if batch.values_BT is None:
                 raise GateError("values: expected them, because ppo has a critic; found empty lists")
-            estimate = gae_advantages(
-                rewards_BT,
-                values_BT=batch.values_BT,
+            return ppo_credit(
+                batch.rewards_B,
                 mask_BT=batch.mask_BT,
+                values_BT=batch.values_BT,
+                kl=kl,
                 discount=algorithm.discount,
                 gae_lambda=algorithm.gae_lambda,
+                whitening=Whitening() if algorithm.whiten_advantages else None,
             )
-            advantages_BT = estimate.advantages_BT
-            if algorithm.whiten_advantages:
-                advantages_BT = whiten(advantages_BT, mask_BT=batch.mask_BT)
-            return Credit(rewards_BT, advantages_BT, estimate.returns_BT)
         case Grpo():
-            advantages_B = group_advantages(rewards_B, group_B=batch.group_B, scale_by_std=algorithm.scale_by_std)
-            return Credit(rewards_BT, advantages_B[:, None] * batch.mask_BT, None)
+            return group_credit(
+                batch.rewards_B,
+                group_B=batch.group_B,
+                mask_BT=batch.mask_BT,
+                kl=kl,
+                scale_by_std=algorithm.scale_by_std,
+            )
 
 
 def _kl_coef(job: EstimateAdvantages) -> float:

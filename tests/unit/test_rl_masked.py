@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from stages.rl.advantages import whiten
 from stages.rl.masked import explained_variance, masked_mean, masked_variance
+from stages.rl.whitening import whiten
 from tests.unit import rl_oracles
 
 MASK_BT = torch.arange(5) < torch.tensor([5, 1, 3, 4])[:, None]
