@@ -71,8 +71,3 @@ def mismatch_weights(
     if form != "truncate" or level == "sequence_mean":
         raise ValueError(f"form: expected mask{'' if level == 'sequence_mean' else ' or truncate'}, found {form!r}")
     return weight_N.clamp(low, high)
-
-
-def effective_share(weight_sum: float, squared_sum: float, *, count: float) -> float:
-    """(sum w)^2 / (n sum w^2): the effective share of the tokens, 1 where all weights are equal (Kong 1992)."""
-    return weight_sum**2 / (count * squared_sum) if squared_sum > 0 else 0.0

@@ -101,6 +101,23 @@ def test_gae_skips_gaps_as_if_they_were_not_there() -> None:
     close(found[0, kept], expected)
 
 
+def test_gae_counts_gaps_as_empty_steps_where_openrlhf_does() -> None:
+    found = gae_advantages(
+        f64([[0.0, 7.0, 1.0]]),
+        values_BT=f64([[0.5, 7.0, 0.8]]),
+        mask_BT=torch.tensor([[1, 0, 1]]),
+        discount=0.5,
+        gae_lambda=0.5,
+        gaps="zero",
+    )
+    # delta_2 = 0.2;  the gap: 0 + 0.5*0.8 - 0 = 0.4, A_1 = 0.4 + 0.25*0.2 = 0.45;  A_0 = 0 - 0.5 + 0.25*0.45
+    close(found.advantages_BT, [[-0.3875, 0, 0.2]])
+    rewards, values = random_BT(3), random_BT(4)
+    plain = {"values_BT": values, "mask_BT": MASK_BT, "discount": 0.9, "gae_lambda": 0.8}
+    without_gaps = gae_advantages(rewards, **plain, gaps="zero").advantages_BT
+    close(without_gaps, gae_advantages(rewards, **plain, gaps="skip").advantages_BT)
+
+
 def test_gae_rollouts_do_not_mix() -> None:
     rewards, values, order = random_BT(3), random_BT(4), torch.tensor([2, 0, 3, 1])
     shuffled = gae(rewards[order], values[order], MASK_BT[order])
