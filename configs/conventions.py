@@ -7,7 +7,7 @@ program of stages/rl, evaluates them. Read from OpenRLHF 0.11.2, verl 0.9.1, TRL
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 ConventionName = Literal["openrlhf", "verl", "trl", "ratchet"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -21,21 +21,42 @@ Gaps = Literal["skip", "zero"]
 Singleton = Literal["zero", "raw"]
 
 
+_STRICT = {"extra": "forbid", "allow_inf_nan": False}  # for pydantic, where a record is part of a configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlLimits:
+    """Where estimators are cut, None nowhere. log_ratio: |log pi - log pi_ref| inside k3; k1, k2, k3: the estimate."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+    log_ratio: float | None = 20.0
+    k1: float | None = None
+    k2: float | None = None
+    k3: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhiteningRule:
+    """variance: with Bessel's correction or not. eps_rule: eps is added under the root, or is the least variance."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = _STRICT
+    variance: Variance = "unbiased"
+    eps: float = 1e-8
+    eps_rule: EpsRule = "add"
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Choices:
     """What both methods choose; the fields' meaning: stages/rl/kl.py, losses.py, aggregation.py, rewards.py.
 
-    kl_coef: 0 is off. kl_log_ratio_limit, kl_limit_k1 .. k3: where the estimators are cut, None nowhere.
-    log_ratio_limit: the same for the ratio of the policy loss. reward_clip: of the reward, after a group's baseline.
+    kl_coef: 0 is off. log_ratio_limit: where the log-ratio of the policy loss is cut. reward_clip: of the reward, less
+    the group's baseline where there is one.
     """
 
     kl_coef: float
     kl_estimator: KlEstimator
     kl_placement: KlPlacement
-    kl_log_ratio_limit: float | None
-    kl_limit_k1: float | None
-    kl_limit_k2: float | None
-    kl_limit_k3: float | None
+    kl_limits: KlLimits
     reward_clip: float | None
     clip_low: float
     clip_high: float
@@ -46,7 +67,7 @@ class _Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class PpoConvention(_Choices):
-    """whitening_scope: what is whitened at once. whitening_eps_rule: eps under the root, or as the least variance."""
+    """whitening_scope: what is whitened at once."""
 
     discount: float
     gae_lambda: float
@@ -54,9 +75,7 @@ class PpoConvention(_Choices):
     reward_placement: RewardPlacement
     whiten_advantages: bool
     whitening_scope: Scope
-    whitening_variance: Variance
-    whitening_eps: float
-    whitening_eps_rule: EpsRule
+    whitening: WhiteningRule
     value_clip: float | None
 
 
@@ -78,10 +97,7 @@ PPO: dict[ConventionName, PpoConvention] = {
         kl_coef=0.01,
         kl_estimator="k1",
         kl_placement="reward",
-        kl_log_ratio_limit=20.0,
-        kl_limit_k1=10.0,
-        kl_limit_k2=10.0,
-        kl_limit_k3=10.0,
+        kl_limits=KlLimits(k1=10.0, k2=10.0, k3=10.0),
         reward_clip=10.0,
         clip_low=0.2,
         clip_high=0.2,
@@ -94,19 +110,14 @@ PPO: dict[ConventionName, PpoConvention] = {
         reward_placement="last_token",
         whiten_advantages=True,
         whitening_scope="round",
-        whitening_variance="biased",
-        whitening_eps=1e-8,
-        whitening_eps_rule="maximum",
+        whitening=WhiteningRule(variance="biased", eps=1e-8, eps_rule="maximum"),
         value_clip=0.5,
     ),
     "verl": PpoConvention(
         kl_coef=0.0,
         kl_estimator="k1",
         kl_placement="reward",
-        kl_log_ratio_limit=20.0,
-        kl_limit_k1=None,
-        kl_limit_k2=None,
-        kl_limit_k3=10.0,
+        kl_limits=KlLimits(k3=10.0),
         reward_clip=None,
         clip_low=0.2,
         clip_high=0.2,
@@ -119,19 +130,14 @@ PPO: dict[ConventionName, PpoConvention] = {
         reward_placement="last_token",
         whiten_advantages=True,
         whitening_scope="round",
-        whitening_variance="unbiased",
-        whitening_eps=1e-8,
-        whitening_eps_rule="add",
+        whitening=WhiteningRule(variance="unbiased", eps=1e-8, eps_rule="add"),
         value_clip=0.5,
     ),
     "trl": PpoConvention(
         kl_coef=0.05,
         kl_estimator="k1",
         kl_placement="reward",
-        kl_log_ratio_limit=None,
-        kl_limit_k1=None,
-        kl_limit_k2=None,
-        kl_limit_k3=None,
+        kl_limits=KlLimits(log_ratio=None),
         reward_clip=None,
         clip_low=0.2,
         clip_high=0.2,
@@ -144,19 +150,14 @@ PPO: dict[ConventionName, PpoConvention] = {
         reward_placement="first_pad",
         whiten_advantages=True,
         whitening_scope="rank",
-        whitening_variance="unbiased",
-        whitening_eps=1e-8,
-        whitening_eps_rule="add",
+        whitening=WhiteningRule(variance="unbiased", eps=1e-8, eps_rule="add"),
         value_clip=0.2,
     ),
     "ratchet": PpoConvention(
         kl_coef=0.05,
         kl_estimator="k1",
         kl_placement="reward",
-        kl_log_ratio_limit=20.0,
-        kl_limit_k1=None,
-        kl_limit_k2=None,
-        kl_limit_k3=None,
+        kl_limits=KlLimits(),
         reward_clip=None,
         clip_low=0.2,
         clip_high=0.2,
@@ -169,9 +170,7 @@ PPO: dict[ConventionName, PpoConvention] = {
         reward_placement="last_token",
         whiten_advantages=True,
         whitening_scope="round",
-        whitening_variance="unbiased",
-        whitening_eps=1e-8,
-        whitening_eps_rule="add",
+        whitening=WhiteningRule(variance="unbiased", eps=1e-8, eps_rule="add"),
         value_clip=0.2,
     ),
 }
@@ -182,10 +181,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         kl_coef=0.01,
         kl_estimator="k1",
         kl_placement="reward",
-        kl_log_ratio_limit=20.0,
-        kl_limit_k1=10.0,
-        kl_limit_k2=10.0,
-        kl_limit_k3=10.0,
+        kl_limits=KlLimits(k1=10.0, k2=10.0, k3=10.0),
         reward_clip=10.0,
         clip_low=0.2,
         clip_high=0.2,
@@ -201,10 +197,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         kl_coef=0.0,
         kl_estimator="k3",
         kl_placement="loss",
-        kl_log_ratio_limit=20.0,
-        kl_limit_k1=None,
-        kl_limit_k2=None,
-        kl_limit_k3=10.0,
+        kl_limits=KlLimits(k3=10.0),
         reward_clip=None,
         clip_low=0.2,
         clip_high=0.2,
@@ -220,10 +213,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         kl_coef=0.0,
         kl_estimator="k3",
         kl_placement="loss",
-        kl_log_ratio_limit=None,
-        kl_limit_k1=None,
-        kl_limit_k2=None,
-        kl_limit_k3=None,
+        kl_limits=KlLimits(log_ratio=None),
         reward_clip=None,
         clip_low=0.2,
         clip_high=0.2,
@@ -239,10 +229,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         kl_coef=0.0,
         kl_estimator="k3",
         kl_placement="loss",
-        kl_log_ratio_limit=20.0,
-        kl_limit_k1=None,
-        kl_limit_k2=None,
-        kl_limit_k3=None,
+        kl_limits=KlLimits(),
         reward_clip=None,
         clip_low=0.2,
         clip_high=0.28,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +36,7 @@ def evaluate_ppo(case: Case, convention: PpoConvention) -> dict[str, Any]:
         kl=_penalty(case, convention),
         discount=convention.discount,
         gae_lambda=convention.gae_lambda,
-        whitening=whitening(convention),
+        whitening=_whitening(convention),
         reward_clip=convention.reward_clip,
         reward_placement=convention.reward_placement,
         gaps=convention.gaps,
@@ -76,20 +77,15 @@ def evaluate_grpo(case: Case, convention: GrpoConvention) -> dict[str, Any]:
     return _figures(case, convention, credit) | {"returns": credit.advantages_BT.tolist(), "value_loss": None}
 
 
-def whitening(convention: PpoConvention) -> Whitening | None:
+def _whitening(convention: PpoConvention) -> Whitening | None:
     """The convention's rule, None where it does not whiten."""
     if not convention.whiten_advantages:
         return None
-    return Whitening(convention.whitening_variance, convention.whitening_eps, convention.whitening_eps_rule)
+    return Whitening(**asdict(convention.whitening))
 
 
 def _limits(convention: PpoConvention | GrpoConvention) -> KlLimits:
-    return KlLimits(
-        log_ratio=convention.kl_log_ratio_limit,
-        k1=convention.kl_limit_k1,
-        k2=convention.kl_limit_k2,
-        k3=convention.kl_limit_k3,
-    )
+    return KlLimits(**asdict(convention.kl_limits))
 
 
 def _penalty(case: Case, convention: PpoConvention | GrpoConvention) -> KlPenalty | None:

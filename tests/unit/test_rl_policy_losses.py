@@ -211,6 +211,26 @@ def test_laws_of_every_loss(name: str) -> None:
     assert far.isfinite().all()
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gradient_of_a_step_does_not_depend_on_its_microbatches(name: str, aggregation: str) -> None:
+    """Rollouts in another order, cut into 1, 2 or 4 microbatches, as one rank or several would have them."""
+    lp, old, a = inputs()
+    weights = token_weights(LENGTHS, aggregation=aggregation, dtype=torch.float64, horizon_tokens=9)  # type: ignore[arg-type]
+    parts = [x.split(LENGTHS.tolist()) for x in (lp, old, a)]
+    gradients = []
+    for size, order in ((4, [0, 1, 2, 3]), (2, [2, 0, 3, 1]), (1, [3, 2, 1, 0])):
+        leaves = [row.clone().requires_grad_() for row in parts[0]]
+        for start in range(0, 4, size):
+            chosen = order[start : start + size]
+            new, before, credit = (torch.cat([rows[b] for b in chosen]) for rows in (leaves, *parts[1:]))
+            loss = by_name(name, new, before, credit, LENGTHS[chosen])
+            (weights[chosen].repeat_interleave(LENGTHS[chosen]) * loss).sum().backward()
+        gradients.append(torch.cat([leaf.grad for leaf in leaves]))  # type: ignore[misc]
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-15)
+
+
 def test_an_unknown_loss_is_named() -> None:
     with pytest.raises(ValueError, match="loss: expected clip, gspo, cispo or reinforce, found 'dpo'"):
         by_name("dpo", *inputs())
