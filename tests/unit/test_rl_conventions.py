@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+import json
+import re
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,8 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 from configs.algorithms import Algorithm, Grpo, Mismatch, Ppo
 from configs.conventions import GRPO, PPO, ConventionName
 from configs.load import ConfigError, load_config
+from stages.rl.case import read_case
+from stages.rl.reference import evaluate_ppo
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "configs" / "quickstart_grpo.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart_grpo.yaml"
+PAGE = (ROOT / "docs" / "mathematics.md").read_text(encoding="utf-8")
 METHODS = ["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
 # What a run cannot choose: all of a round is whitened, rewards lie on the last token, completions have no gaps.
 NOT_IN_A_RUN = {"whitening_scope", "reward_placement", "gaps"}
@@ -94,3 +100,28 @@ def test_impossible_settings_are_refused() -> None:
     for wrong in ({"kl_limits": {"k4": 1.0}}, {"kl_limits": {"k1": float("inf")}}, {"convention": "mine"}):
         with pytest.raises(ValidationError):
             parse({"name": "grpo", **wrong})
+
+
+def shown(value: Any) -> str:
+    """A choice as the page writes it."""
+    if is_dataclass(value):
+        return ", ".join(f"{k} {shown(v)}" for k, v in asdict(value).items() if v is not None) or "none"  # type: ignore[arg-type]
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@pytest.mark.parametrize("table", [PPO, GRPO], ids=["ppo", "grpo"])
+def test_the_page_shows_every_choice(table: Any) -> None:
+    for field in fields(table["ratchet"]):
+        row = " | ".join(shown(getattr(table[name], field.name)) for name in ("openrlhf", "verl", "trl", "ratchet"))
+        assert f"| `{field.name}` | {row} |\n" in PAGE
+    assert all(f"| `{name}` |" in PAGE for name in METHODS)
+
+
+def test_the_example_of_the_page_is_what_the_program_prints() -> None:
+    (text,) = re.findall(r"```json\n(.*?)```", PAGE, flags=re.DOTALL)
+    for name in PPO:
+        found = evaluate_ppo(read_case(json.loads(text)), PPO[name])
+        rewards = "; ".join(", ".join(f"{x:g}" for x in row) for row in found["token_rewards"])
+        assert f"| {name} | {rewards} | {found['policy_loss']:.6f} | {found['value_loss']:.6f} |" in PAGE
