@@ -16,6 +16,8 @@ from configs.conventions import (
     KlEstimator,
     KlLimits,
     KlPlacement,
+    MismatchForm,
+    MismatchLevel,
     Singleton,
     WhiteningRule,
 )
@@ -51,8 +53,8 @@ class Mismatch(Frozen):
     0.5 to 5.
     """
 
-    level: Literal["token", "sequence", "sequence_mean"] = "token"
-    form: Literal["truncate", "mask"] = "truncate"
+    level: MismatchLevel = "token"
+    form: MismatchForm = "truncate"
     low: float = Field(default=0.0, ge=0.0)
     high: float = Field(default=2.0, ge=1.0)
 

@@ -19,6 +19,8 @@ Scope = Literal["round", "rank"]
 RewardPlacement = Literal["last_token", "first_pad"]
 Gaps = Literal["skip", "zero"]
 Singleton = Literal["zero", "raw"]
+MismatchLevel = Literal["token", "sequence", "sequence_mean"]
+MismatchForm = Literal["truncate", "mask"]
 
 
 _STRICT = {"extra": "forbid", "allow_inf_nan": False}  # for pydantic, where a record is part of a configuration
@@ -46,6 +48,16 @@ class WhiteningRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MismatchRule:
+    """Importance weights for what generator and trainer disagree on: stages/rl/mismatch.py."""
+
+    level: MismatchLevel
+    form: MismatchForm
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Choices:
     """What both methods choose; the fields' meaning: stages/rl/kl.py, losses.py, aggregation.py, rewards.py.
 
@@ -63,6 +75,7 @@ class _Choices:
     dual_clip: float | None
     log_ratio_limit: float | None
     aggregation: Aggregation
+    mismatch: MismatchRule | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +117,7 @@ PPO: dict[ConventionName, PpoConvention] = {
         dual_clip=None,
         log_ratio_limit=20.0,
         aggregation="token_mean",
+        mismatch=None,
         discount=1.0,
         gae_lambda=1.0,
         gaps="zero",
@@ -124,6 +138,7 @@ PPO: dict[ConventionName, PpoConvention] = {
         dual_clip=3.0,
         log_ratio_limit=20.0,
         aggregation="token_mean",
+        mismatch=None,
         discount=1.0,
         gae_lambda=1.0,
         gaps="skip",
@@ -144,6 +159,7 @@ PPO: dict[ConventionName, PpoConvention] = {
         dual_clip=None,
         log_ratio_limit=None,
         aggregation="token_mean",
+        mismatch=None,
         discount=1.0,
         gae_lambda=0.95,
         gaps="zero",
@@ -164,6 +180,7 @@ PPO: dict[ConventionName, PpoConvention] = {
         dual_clip=None,
         log_ratio_limit=20.0,
         aggregation="token_mean",
+        mismatch=None,
         discount=1.0,
         gae_lambda=0.95,
         gaps="skip",
@@ -188,6 +205,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         dual_clip=None,
         log_ratio_limit=20.0,
         aggregation="token_mean",
+        mismatch=None,
         scale_by_std=True,
         std_eps=1e-9,
         singleton="zero",
@@ -204,6 +222,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         dual_clip=3.0,
         log_ratio_limit=20.0,
         aggregation="token_mean",
+        mismatch=None,
         scale_by_std=True,
         std_eps=1e-6,
         singleton="raw",
@@ -220,6 +239,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         dual_clip=None,
         log_ratio_limit=None,
         aggregation="token_mean",
+        mismatch=MismatchRule(level="sequence", form="mask", low=0.0, high=3.0),
         scale_by_std=True,
         std_eps=1e-4,
         singleton="zero",
@@ -236,6 +256,7 @@ GRPO: dict[ConventionName, GrpoConvention] = {
         dual_clip=None,
         log_ratio_limit=20.0,
         aggregation="token_mean",
+        mismatch=None,
         scale_by_std=False,
         std_eps=1e-6,
         singleton="zero",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -54,12 +55,15 @@ class Case:
 
 
 def read_case(document: object) -> Case:
-    """Check `document` and turn its lists into float64 tensors. Raises CaseError."""
+    """Check `document` and turn its lists into float64 tensors. Other keys, such as a name, are let be.
+
+    Raises CaseError.
+    """
     if not isinstance(document, dict):
         raise CaseError(f"input: expected an object with {', '.join(_KEYS)}, found {_kind(document)}")
     for key in document:
-        if key not in _KEYS:
-            raise CaseError(f"{key}: expected one of {', '.join(_KEYS)}, found an unknown key")
+        if key not in _KEYS and (meant := get_close_matches(key, _KEYS, cutoff=0.85)):
+            raise CaseError(f"{key}: expected {meant[0]}, found a key that is almost that")
     mask = _rows(document, "completion_mask")
     for b, row in enumerate(mask):
         if set(row) - {0.0, 1.0} or sum(row) == 0:
@@ -93,14 +97,18 @@ def read_case(document: object) -> Case:
 
 
 def with_overrides(convention: C, case: Case) -> C:
-    """The convention with the case's hyperparameters in place of its own. `clip` sets both sides. Raises CaseError."""
+    """The convention with the case's hyperparameters in place of its own. Raises CaseError.
+
+    `clip` sets both sides. What only the other method has, such as gae_lambda for GRPO, changes nothing.
+    """
     changes: dict[str, Any] = {}
     for key, value in case.hyperparameters.items():
-        if key != "clip" and (key not in _CHECKS or not hasattr(convention, key)):
-            known = ", ".join(["clip", *(name for name in _CHECKS if hasattr(convention, name))])
+        if key != "clip" and key not in _CHECKS:
+            known = ", ".join(["clip", *_CHECKS])
             raise CaseError(f"hyperparameters.{key}: expected one of {known}, found an unknown name")
         checked = _CHECKS["clip_low" if key == "clip" else key](value, key=f"hyperparameters.{key}")
-        changes |= {"clip_low": checked, "clip_high": checked} if key == "clip" else {key: checked}
+        names = ("clip_low", "clip_high") if key == "clip" else (key,)
+        changes |= {name: checked for name in names if hasattr(convention, name)}
     return replace(convention, **changes)
 
 

@@ -156,7 +156,7 @@ def test_the_order_of_sequences_changes_nothing_else() -> None:
         ({"completion_mask": [[0, 0]]}, "completion_mask[0]: expected zeros and ones with at least one 1, found"),
         ({"logprobs": [[1.0, 2.0], [1.0]]}, "logprobs[1]: expected 2 numbers, padded on the right, found 1"),
         ({"old_logprobs": [[None]]}, "old_logprobs[0][0]: expected a finite number, found None"),
-        ({"advantages": []}, "advantages: expected one of completion_mask, rewards"),
+        ({"hyper_parameters": {}}, "hyper_parameters: expected hyperparameters, found a key that is almost that"),
         ({"hyperparameters": {"lamda": 1}}, "hyperparameters.lamda: expected one of clip, kl_coef"),
         ({"hyperparameters": {"clip": "0.2"}}, "hyperparameters.clip: expected a finite number, found '0.2'"),
         ({"hyperparameters": {"kl_estimator": "k4"}}, "hyperparameters.kl_estimator: expected one of k1, k2, k3"),
@@ -176,6 +176,15 @@ def test_a_bad_case_ends_in_one_line(
     assert main(["--convention", convention, "--method", method, "--input", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(line) and err.count("\n") == 1
+
+
+def test_what_a_method_does_not_have_changes_nothing() -> None:
+    """One case serves both methods, and may have a name."""
+    given = {"kl_coef": 0.3, "discount": 0.9, "gae_lambda": 0.8, "value_clip": 0.1, "std_eps": 0.5}
+    shared, bare = a_case(**given) | {"name": "ragged"}, a_case(kl_coef=0.3, std_eps=0.5)
+    assert evaluate_grpo(read_case(shared), GRPO["trl"]) == evaluate_grpo(read_case(bare), GRPO["trl"])
+    del given["std_eps"]
+    assert evaluate_ppo(read_case(shared), PPO["trl"]) == evaluate_ppo(read_case(a_case(**given)), PPO["trl"])
 
 
 def test_what_is_missing_is_named() -> None:
