@@ -1,8 +1,8 @@
 """Everything a run may ask for, as one frozen record. Loading it needs neither torch nor Prefect."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from configs.algorithms import Algorithm, Ppo
 from configs.base import Frozen, PathText
@@ -91,6 +91,18 @@ class RunConfig(Frozen):
     retention: Retention = Retention()
     tracking: Tracking = Tracking()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _longest_completion(cls, tree: Any) -> Any:
+        """The algorithm learns of sampling's limit, which is another section's."""
+        if not isinstance(tree, dict) or not isinstance(tree.get("algorithm"), dict):
+            return tree
+        try:
+            limit = Sampling.model_validate(tree.get("sampling", {})).max_completion_tokens
+        except ValidationError:
+            return tree  # said where sampling itself is validated
+        return tree | {"algorithm": {"max_completion_tokens": limit} | tree["algorithm"]}
+
     @field_validator("store")
     @classmethod
     def _is_written_out(cls, value: str) -> str:
@@ -107,8 +119,16 @@ class RunConfig(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         algorithm, rounds = self.algorithm, self.rounds
-        if algorithm.name == "grpo" and rounds.group_size < 2:
-            raise ValueError(f"rounds.group_size: grpo needs at least 2 rollouts per prompt, found {rounds.group_size}")
+        if rounds.group_size < algorithm.MIN_GROUP_SIZE:
+            raise ValueError(
+                f"rounds.group_size: {algorithm.name} needs at least {algorithm.MIN_GROUP_SIZE} rollouts per prompt, "
+                f"found {rounds.group_size}"
+            )
+        if algorithm.max_completion_tokens not in (None, self.sampling.max_completion_tokens):
+            raise ValueError(
+                "algorithm.max_completion_tokens: expected that of sampling, "
+                f"{self.sampling.max_completion_tokens}, found {algorithm.max_completion_tokens}; leave it out"
+            )
         rollouts = rounds.prompts_per_round * rounds.group_size
         if rollouts < algorithm.num_minibatches:
             raise ValueError(

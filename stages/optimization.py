@@ -7,7 +7,7 @@ a lost trainer is brought back; the same files give the same bits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,10 @@ from stages.engines.schedule import learning_rate
 from stages.models.batches import Microbatch, minibatches, named
 from stages.models.work import FORWARD_AND_BACKWARD
 from stages.program import Context
-from stages.rl.kl import adaptive_kl_coefficient, kl_estimate
-from stages.rl.losses import policy_loss_clip, token_weights, value_loss_clip
+from stages.rl.aggregation import token_weights
+from stages.rl.kl import KlLimits, adaptive_kl_coefficient, kl_estimate
+from stages.rl.losses import policy_loss, value_loss_clip
+from stages.rl.mismatch import mismatch, mismatch_weights
 from stages.trainer import Trainer
 from stages.update_policy.job import UpdatePolicy
 
@@ -135,7 +137,12 @@ class _Step:
     def make(self) -> dict[str, float]:
         trainer, algorithm = self.trainer, self.job.parameters.settings.algorithm
         lengths = torch.tensor([len(row["completion_ids"]) for row in self.rows])
-        self.weights = token_weights(lengths, aggregation=algorithm.aggregation)
+        self.weights = token_weights(
+            lengths,
+            aggregation=algorithm.aggregation,
+            horizon_tokens=algorithm.max_completion_tokens,
+            included_B=torch.tensor([not self._is_left_out(row) for row in self.rows]),
+        )
         batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD)
         coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
         torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
@@ -167,6 +174,10 @@ class _Step:
             for name in names
         ]
 
+    def _is_left_out(self, row: Row) -> bool:
+        """Whether no token of the row counts: it was cut before its end, and such are not trained on."""
+        return self.job.parameters.settings.algorithm.truncated == "mask" and row["finish_reason"] == "length"
+
     def _weights(self, microbatch: Microbatch, lengths: tuple[int, ...]) -> torch.Tensor:
         """Each token's weight in the loss of the whole optimizer step: weights_N."""
         per_row = self.weights[list(microbatch.rows)] * (0.0 if microbatch.is_filler else 1.0)
@@ -182,29 +193,46 @@ class _Step:
         logprobs, entropy = self.trainer.policy(
             batch.packed, batch.select_M, batch.targets_M, self.job.parameters.temperature
         )
-        old, ref, advantages = self._columns(microbatch, "old_logprobs", "ref_logprobs", "advantages")
+        names = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages")
+        old, rollout, ref, advantages = self._columns(microbatch, *names)
         weights = self._weights(microbatch, batch.lengths)
-        clip = policy_loss_clip(
+        lengths = torch.tensor(batch.lengths)
+        clip = policy_loss(
+            algorithm.loss,
             logprobs,
-            old_logprobs=old,
-            advantages=advantages,
+            old_logprobs_N=old,
+            advantages_N=advantages,
+            lengths_B=lengths,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            log_ratio_limit=algorithm.log_ratio_limit,
         )
-        token_loss = clip.loss - algorithm.entropy_coef * entropy
+        token_loss = clip.loss
+        if algorithm.mismatch is not None:
+            correction = algorithm.mismatch.model_dump()
+            token_loss = token_loss * mismatch_weights(old, rollout_logprobs_N=rollout, lengths_B=lengths, **correction)
+        token_loss = token_loss - algorithm.entropy_coef * entropy
         if algorithm.kl_placement == "loss" and algorithm.kl_coef > 0:
             token_loss = token_loss + self.trainer.kl_coef * kl_estimate(
-                logprobs, ref_logprobs=ref, estimator=algorithm.kl_estimator
+                logprobs,
+                ref_logprobs=ref,
+                estimator=algorithm.kl_estimator,
+                limits=KlLimits(**asdict(algorithm.kl_limits)),
             )
         loss: torch.Tensor = (weights * token_loss).sum()
         with torch.no_grad():
             real = 0.0 if microbatch.is_filler else 1.0
+            apart = mismatch(old, rollout_logprobs=rollout)
             self._add(
                 tokens=torch.tensor(real * logprobs.numel()),
                 policy_loss=loss,
                 clip_fraction=clip.clipped.float().sum() * real,
                 entropy=entropy.sum() * real,
                 ratio=clip.ratio.sum() * real,
+                mismatch_kl=apart.kl.sum() * real,
+                mismatch_gap=apart.gap.sum() * real,
+                mismatch_weight=apart.weight.sum() * real,
                 kl_to_old=kl_estimate(old, ref_logprobs=logprobs, estimator="k3").sum() * real,
             )
         return loss

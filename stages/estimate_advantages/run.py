@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from configs.algorithms import Algorithm, Grpo, Ppo
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import GateError, InputError
@@ -19,44 +17,15 @@ from stages.artifacts.schemas import ADVANTAGES, LOGPROBS, REWARDS, ROLLOUTS
 from stages.artifacts.shards import by_key, read_rows, same_keys, write_table
 from stages.artifacts.store import open_artifact
 from stages.engines.devices import open_device
+from stages.estimate_advantages.credit import RoundBatch, estimate
 from stages.estimate_advantages.job import EstimateAdvantages
 from stages.program import Context
-from stages.rl.advantages import (
-    gae_advantages,
-    group_advantages,
-    place_rewards,
-    shaped_rewards,
-    token_rewards,
-    whiten,
-)
+from stages.rl.advantages import group_advantages
+from stages.rl.credit import Credit
 from stages.rl.kl import kl_k1, kl_k3
 from stages.rl.masked import explained_variance, masked_mean
 
 _COLUMNS = ("prompt_id", "sample_index", "group_id", "completion_ids", "finish_reason")
-
-
-@dataclass(frozen=True)
-class RoundBatch:
-    """One round in canonical order, right-padded. ref_logprobs_BT, values_BT: None where they were not computed."""
-
-    keys: list[tuple[str, int]]
-    lengths: list[int]
-    group_B: Tensor
-    rewards_B: Tensor
-    mask_BT: Tensor
-    old_logprobs_BT: Tensor
-    ref_logprobs_BT: Tensor | None
-    values_BT: Tensor | None
-    truncated_fraction: float
-
-
-@dataclass(frozen=True)
-class Credit:
-    """What the file holds. returns_BT: None without a critic."""
-
-    token_rewards_BT: Tensor
-    advantages_BT: Tensor
-    returns_BT: Tensor | None
 
 
 def run(job: EstimateAdvantages, context: Context) -> dict[str, float]:
@@ -67,44 +36,9 @@ def run(job: EstimateAdvantages, context: Context) -> dict[str, float]:
     algorithm = job.parameters.algorithm
     batch = _read(job)
     kl_coef = _kl_coef(job)
-    credit = _credit(batch, algorithm=algorithm, kl_coef=kl_coef)
+    credit = estimate(batch, algorithm=algorithm, kl_coef=kl_coef)
     _write(batch, credit, context=context)
     return _metrics(batch, credit) | {"kl_coef": kl_coef}
-
-
-def _credit(batch: RoundBatch, *, algorithm: Algorithm, kl_coef: float) -> Credit:
-    in_reward = algorithm.kl_placement == "reward" and kl_coef > 0
-    rewards_BT = place_rewards(batch.rewards_B, mask_BT=batch.mask_BT)
-    rewards_B = batch.rewards_B
-    if in_reward:
-        if batch.ref_logprobs_BT is None:
-            raise GateError("ref_logprobs: expected them, because the KL is placed in the reward; found empty lists")
-        shaping: dict[str, Any] = {
-            "mask_BT": batch.mask_BT,
-            "old_logprobs_BT": batch.old_logprobs_BT,
-            "ref_logprobs_BT": batch.ref_logprobs_BT,
-            "kl_coef": kl_coef,
-            "kl_estimator": algorithm.kl_estimator,
-        }
-        rewards_BT, rewards_B = token_rewards(rewards_B, **shaping), shaped_rewards(rewards_B, **shaping)
-    match algorithm:
-        case Ppo():
-            if batch.values_BT is None:
-                raise GateError("values: expected them, because ppo has a critic; found empty lists")
-            estimate = gae_advantages(
-                rewards_BT,
-                values_BT=batch.values_BT,
-                mask_BT=batch.mask_BT,
-                discount=algorithm.discount,
-                gae_lambda=algorithm.gae_lambda,
-            )
-            advantages_BT = estimate.advantages_BT
-            if algorithm.whiten_advantages:
-                advantages_BT = whiten(advantages_BT, mask_BT=batch.mask_BT)
-            return Credit(rewards_BT, advantages_BT, estimate.returns_BT)
-        case Grpo():
-            advantages_B = group_advantages(rewards_B, group_B=batch.group_B, scale_by_std=algorithm.scale_by_std)
-            return Credit(rewards_BT, advantages_B[:, None] * batch.mask_BT, None)
 
 
 def _kl_coef(job: EstimateAdvantages) -> float:
@@ -150,11 +84,11 @@ def _read(job: EstimateAdvantages) -> RoundBatch:
         lengths=lengths,
         group_B=_groups([rollouts[key]["group_id"] for key in keys]),
         rewards_B=torch.tensor([rewards[key]["reward"] for key in keys], dtype=torch.float64),
+        truncated_B=torch.tensor([rollouts[key]["finish_reason"] == "length" for key in keys]),
         mask_BT=torch.arange(max(lengths)) < torch.tensor(lengths)[:, None],
         old_logprobs_BT=columns["old_logprobs"],
         ref_logprobs_BT=columns["ref_logprobs"],
         values_BT=columns["values"],
-        truncated_fraction=sum(rollouts[key]["finish_reason"] == "length" for key in keys) / len(keys),
     )
 
 
@@ -220,7 +154,7 @@ def _metrics(batch: RoundBatch, credit: Credit) -> dict[str, float]:
         "reward_std": batch.rewards_B.std(correction=0).item(),
         "advantage_mean": masked_mean(credit.advantages_BT, mask=mask_BT).item(),
         "completion_tokens_mean": sum(batch.lengths) / len(batch.lengths),
-        "truncated_fraction": batch.truncated_fraction,
+        "truncated_fraction": batch.truncated_B.double().mean().item(),
     }
     centred_B = group_advantages(batch.rewards_B, group_B=batch.group_B, scale_by_std=False)
     num_groups = int(batch.group_B.max()) + 1

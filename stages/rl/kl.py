@@ -5,6 +5,7 @@ Schulman, "Approximating KL divergence" (2020). With d = log pi(a) - log pi_ref(
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,11 +19,30 @@ LOG_RATIO_LIMIT = 20.0
 _MAX_RELATIVE_STEP = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class KlLimits:
+    """Where an estimator is cut; None: nowhere. log_ratio: |d| inside k3. k1, k2, k3: the size of the estimate itself.
+
+    OpenRLHF cuts every estimate to +-10, verl k3 alone (with |d| <= 20 inside), TRL nothing. OpenRLHF also keeps
+    d >= -10 inside k3, which under its limit of 10 is the same number.
+    """
+
+    log_ratio: float | None = LOG_RATIO_LIMIT
+    k1: float | None = None
+    k2: float | None = None
+    k3: float | None = None
+
+
+def cut(x: Tensor, *, limit: float | None) -> Tensor:
+    """x clamped to [-limit, limit]; x itself without a limit. Any shape -> same shape."""
+    return x if limit is None else x.clamp(-limit, limit)
+
+
 def kl_k1(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
     """k1 = d: unbiased, high variance, may be negative. Any shape -> same shape.
 
-    What OpenRLHF (clamped to +-10 there), TRL and verl subtract from the reward. As a *loss* it is useless: the
-    expectation of its gradient is zero.
+    What OpenRLHF, TRL and verl subtract from the reward. As a *loss* it is useless: the expectation of its gradient
+    is zero.
     """
     return logprobs - ref_logprobs.detach()
 
@@ -35,25 +55,31 @@ def kl_k2(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
     return 0.5 * (logprobs - ref_logprobs.detach()).square()
 
 
-def kl_k3(logprobs: Tensor, *, ref_logprobs: Tensor) -> Tensor:
+def kl_k3(logprobs: Tensor, *, ref_logprobs: Tensor, log_ratio_limit: float | None = LOG_RATIO_LIMIT) -> Tensor:
     """k3 = exp(-d) - 1 + d: unbiased, lower variance, never negative. Any shape -> same shape.
 
-    GRPO's loss term (Shao et al. 2024, eq. 4). d is cut to +-20 as in verl, which also cuts k3 to +-10; TRL cuts
-    neither.
+    GRPO's loss term (Shao et al. 2024, eq. 4). |d| is cut to `log_ratio_limit` first, as in verl; TRL does not cut.
     """
-    d = (logprobs - ref_logprobs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = cut(logprobs - ref_logprobs.detach(), limit=log_ratio_limit)
     return torch.expm1(-d) + d
 
 
-def kl_estimate(logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimator of that name, per token. Any shape -> same shape. The reference receives no gradient."""
+def kl_estimate(
+    logprobs: Tensor, *, ref_logprobs: Tensor, estimator: KlEstimator, limits: KlLimits | None = None
+) -> Tensor:
+    """The estimator of that name, per token, cut as `limits` says (|d| <= 20 inside k3 without them).
+
+    Any shape -> same shape. The reference receives no gradient.
+    """
+    limits = limits or KlLimits()
     match estimator:
         case "k1":
-            return kl_k1(logprobs, ref_logprobs=ref_logprobs)
+            return cut(kl_k1(logprobs, ref_logprobs=ref_logprobs), limit=limits.k1)
         case "k2":
-            return kl_k2(logprobs, ref_logprobs=ref_logprobs)
+            return cut(kl_k2(logprobs, ref_logprobs=ref_logprobs), limit=limits.k2)
         case "k3":
-            return kl_k3(logprobs, ref_logprobs=ref_logprobs)
+            k3 = kl_k3(logprobs, ref_logprobs=ref_logprobs, log_ratio_limit=limits.log_ratio)
+            return cut(k3, limit=limits.k3)
     raise ValueError(f"kl_estimator: expected k1, k2 or k3, found {estimator!r}")
 
 

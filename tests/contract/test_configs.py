@@ -161,7 +161,7 @@ def test_another_variant_replaces_the_base_instead_of_mixing(small: Path) -> Non
     write(small.with_name("a.yaml"), SMALL | {"algorithm": {"name": "grpo", "scale_by_std": True}})
     change = {"algorithm": {"name": "ppo"}, "data": {"preferences": {"kind": "files", "path": "pairs.jsonl"}}}
     child = write(small.with_name("b.yaml"), {"extends": "a.yaml", "reward_model": {}} | change)
-    assert load_config(child).algorithm == Ppo()
+    assert load_config(child).algorithm == Ppo(max_completion_tokens=16)
 
 
 def test_environment_with_and_without_default(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:

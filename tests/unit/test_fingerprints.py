@@ -13,7 +13,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from configs.algorithms import Grpo, Ppo
+from configs.algorithms import (
+    Cispo,
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    Mismatch,
+    Overlong,
+    Ppo,
+    ReinforcePp,
+    ReinforcePpBaseline,
+    Rloo,
+)
 from configs.models import FromScratch, Lora, ModelConfig, Pretrained, RewardModelConfig, SftConfig
 from configs.resources import GeneratorResources, TrainerResources
 from configs.rewards import FunctionSource, HttpSource, RewardModelSource, VerifierSource
@@ -39,7 +51,11 @@ REF = ArtifactRef(stage="toy", fingerprint="a" * 32)
 STATE = TrainerState(policy=REF, critic=REF)
 TRAINER = TrainerResources(ranks=2, gpus=(0, 1), zero_stage=3, offload_optimizer=True, offload_parameters=True)
 MODELS = (ModelConfig(lora=Lora()), ModelConfig(base=Pretrained(path="models/a", revision="main")))
-ALGORITHMS = (Ppo(kl_target=0.1), Grpo(kl_target=0.1))
+ALGORITHMS = (
+    Ppo(kl_target=0.1, overlong=Overlong(), mismatch=Mismatch(form="mask")),
+    Grpo(kl_target=0.1),
+)
+OTHERS = (DrGrpo(), Dapo(), Gspo(), Cispo(), Rloo(), ReinforcePp(), ReinforcePpBaseline())
 SOURCES = (
     RewardModelSource(clip=5.0),
     VerifierSource(verifier="length", options={"target": 9}),
@@ -134,6 +150,12 @@ def examples() -> Iterator[Job]:
             inputs=snapshot_trainer.Inputs(state=STATE),
             parameters=snapshot_trainer.Parameters(settings=settings),
         )
+    for algorithm in OTHERS:
+        yield estimate_advantages.EstimateAdvantages(
+            **common,
+            inputs=estimate_advantages.Inputs(rollouts=REF, rewards=REF, logprobs=REF, state=STATE),
+            parameters=estimate_advantages.Parameters(algorithm=algorithm),
+        )
 
 
 JOBS = list(examples())
@@ -158,6 +180,16 @@ WORDS = (
     "sequence_mean",
     "loss",
     "reward",
+    "verl",
+    "token_mean",
+    "k1",
+    "truncate",
+    "mask",
+    "gspo",
+    "clip",
+    "biased",
+    "maximum",
+    "raw",
     "bfloat16",
     "evaluation",
     "held_out",
@@ -180,7 +212,7 @@ def others(value: Any) -> list[Any]:
         case str():
             return [f"{value}x", ANOTHER_FINGERPRINT, *(word for word in (*WORDS, *MORE_WORDS) if word != value)]
         case None:
-            return [1, 0.5, "x", {}]
+            return [1, 0.5, 1.5, "x", {}]
         case _:
             return [{"prompt": "other"}, ["other"], [9]]
 
@@ -242,8 +274,8 @@ def test_every_field_counts_but_the_excluded_ones(job: Job) -> None:
 
 
 # Fields that a validator ties to another; the tests below change them together.
-# The last, the schedule of the rounds, has one value to choose from.
-TIED = {"gpus", "0", "1", "ranks", "engines", "zero_stage", "tensor_parallel", "schedule"}
+# The last two, the schedule of the rounds and where REINFORCE++-baseline has its KL, have one value to choose from.
+TIED = {"gpus", "0", "1", "ranks", "engines", "zero_stage", "tensor_parallel", "schedule", "kl_placement"}
 
 
 def test_fields_that_are_tied_together() -> None:

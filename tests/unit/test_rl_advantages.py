@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from stages.rl.advantages import (
-    gae_advantages,
-    group_advantages,
-    place_rewards,
-    shaped_rewards,
-    token_rewards,
-)
+from stages.rl.advantages import gae_advantages, group_advantages
 from tests.unit import rl_oracles
 
 LENGTHS = [5, 1, 3, 4]
@@ -33,68 +27,6 @@ def random_BT(seed: int) -> Tensor:
 
 def close(found: Tensor, expected: object, *, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
-
-
-# place_rewards, token_rewards, shaped_rewards
-
-
-def test_rewards_land_on_the_last_token_of_the_mask() -> None:
-    placed = place_rewards(f64([2.0, -1.0, 5.0]), mask_BT=torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]]))
-    # two tokens; three tokens; none, so the reward lands nowhere
-    close(placed, [[0, 2, 0], [0, 0, -1], [0, 0, 0]])
-
-
-def test_rewards_land_on_the_last_token_even_behind_a_gap() -> None:
-    close(place_rewards(f64([3.0]), mask_BT=torch.tensor([[1, 0, 1, 0]])), [[0, 0, 3, 0]])
-
-
-def test_token_rewards_by_hand() -> None:
-    found = token_rewards(
-        f64([1.0]),
-        mask_BT=torch.tensor([[1, 1, 0]]),
-        old_logprobs_BT=f64([[-1.0, -2.0, 9.0]]),
-        ref_logprobs_BT=f64([[-1.5, -1.0, math.nan]]),
-        kl_coef=0.1,
-        kl_estimator="k1",
-    )
-    # k1: -1 - -1.5 = 0.5; -2 - -1 = -1. Shaping: -0.05, +0.1. Reward 1 on the last token: 1.1. Padding: 0, not NaN.
-    close(found, [[-0.05, 1.1, 0.0]])
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_token_and_shaped_rewards_agree_with_the_oracle(estimator: str) -> None:
-    old, ref, rewards = random_BT(1), random_BT(2), f64([1.0, -2.0, 0.5, 0.0])
-    arguments = {"mask_BT": MASK_BT, "old_logprobs_BT": old, "ref_logprobs_BT": ref, "kl_coef": 0.3}
-    found = token_rewards(rewards, **arguments, kl_estimator=estimator)
-    sums = shaped_rewards(rewards, **arguments, kl_estimator=estimator)
-    for b, n in enumerate(LENGTHS):
-        expected = rl_oracles.token_rewards(
-            rewards[b].item(), old[b, :n].tolist(), ref[b, :n].tolist(), kl_coef=0.3, estimator=estimator
-        )
-        close(found[b, :n], expected)
-        assert not found[b, n:].any()
-        close(sums[b], sum(expected))
-
-
-def test_token_rewards_laws() -> None:
-    old, rewards = random_BT(1), f64([1.0, -2.0, 0.5, 0.0])
-    arguments = {"mask_BT": MASK_BT, "old_logprobs_BT": old, "kl_estimator": "k1"}
-    same = token_rewards(rewards, ref_logprobs_BT=old, kl_coef=9.0, **arguments)
-    free = token_rewards(rewards, ref_logprobs_BT=random_BT(2), kl_coef=0.0, **arguments)
-    close(same, place_rewards(rewards, mask_BT=MASK_BT))
-    close(free, place_rewards(rewards, mask_BT=MASK_BT))
-    close(same.sum(dim=1), rewards)
-
-
-def test_rewards_pass_gradients_to_nothing_but_the_reward() -> None:
-    old, ref = random_BT(1).requires_grad_(), random_BT(2).requires_grad_()
-    rewards = f64([1.0, -2.0, 0.5, 0.0]).requires_grad_()
-    arguments = {"mask_BT": MASK_BT, "old_logprobs_BT": old, "ref_logprobs_BT": ref, "kl_coef": 0.3}
-    token_rewards(rewards, **arguments, kl_estimator="k3").sum().backward()
-    assert old.grad is None and ref.grad is None
-    close(rewards.grad, [1, 1, 1, 1])
-    assert gradcheck(lambda r: place_rewards(r, mask_BT=MASK_BT), (rewards,))
-    assert gradcheck(lambda r: shaped_rewards(r, **arguments, kl_estimator="k2"), (rewards,))
 
 
 # gae_advantages
@@ -167,6 +99,23 @@ def test_gae_skips_gaps_as_if_they_were_not_there() -> None:
     found = gae(rewards, values, mask).advantages_BT
     expected, _ = rl_oracles.gae(rewards[0, kept].tolist(), values[0, kept].tolist(), discount=0.9, gae_lambda=0.8)
     close(found[0, kept], expected)
+
+
+def test_gae_counts_gaps_as_empty_steps_where_openrlhf_does() -> None:
+    found = gae_advantages(
+        f64([[0.0, 7.0, 1.0]]),
+        values_BT=f64([[0.5, 7.0, 0.8]]),
+        mask_BT=torch.tensor([[1, 0, 1]]),
+        discount=0.5,
+        gae_lambda=0.5,
+        gaps="zero",
+    )
+    # delta_2 = 0.2;  the gap: 0 + 0.5*0.8 - 0 = 0.4, A_1 = 0.4 + 0.25*0.2 = 0.45;  A_0 = 0 - 0.5 + 0.25*0.45
+    close(found.advantages_BT, [[-0.3875, 0, 0.2]])
+    rewards, values = random_BT(3), random_BT(4)
+    plain = {"values_BT": values, "mask_BT": MASK_BT, "discount": 0.9, "gae_lambda": 0.8}
+    without_gaps = gae_advantages(rewards, **plain, gaps="zero").advantages_BT
+    close(without_gaps, gae_advantages(rewards, **plain, gaps="skip").advantages_BT)
 
 
 def test_gae_rollouts_do_not_mix() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from stages.rl.kl import adaptive_kl_coefficient, kl_estimate, kl_k1, kl_k2, kl_k3
+from stages.rl.kl import KlLimits, adaptive_kl_coefficient, kl_estimate, kl_k1, kl_k2, kl_k3
 from tests.unit import rl_oracles
 
 ESTIMATORS = ["k1", "k2", "k3"]
@@ -99,6 +99,33 @@ def test_gradients_reach_the_policy_alone(estimator: str) -> None:
 def test_an_unknown_estimator_is_named() -> None:
     with pytest.raises(ValueError, match="expected k1, k2 or k3, found 'k4'"):
         kl_estimate(torch.zeros(1), ref_logprobs=torch.zeros(1), estimator="k4")  # type: ignore[arg-type]
+
+
+def test_limits_by_hand() -> None:
+    lp, ref = torch.tensor([0.0, -14.0, -0.5]).double(), torch.tensor([-14.0, 0.0, 0.0]).double()
+    cut = KlLimits(k1=10.0, k2=10.0, k3=10.0)
+    # d = 14, -14, -0.5
+    assert kl_estimate(lp, ref_logprobs=ref, estimator="k1", limits=cut).tolist() == [10.0, -10.0, -0.5]
+    assert kl_estimate(lp, ref_logprobs=ref, estimator="k2", limits=cut).tolist() == [10.0, 10.0, 0.125]
+    k3 = kl_estimate(lp, ref_logprobs=ref, estimator="k3", limits=cut)
+    assert k3.tolist() == pytest.approx([10.0, 10.0, math.exp(0.5) - 1.5])
+    free = kl_estimate(lp * 2, ref_logprobs=ref * 2, estimator="k3", limits=KlLimits(log_ratio=None))
+    assert free.tolist() == pytest.approx([math.exp(-28) + 27, math.exp(28) - 29, math.e - 2])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_limits_agree_with_the_oracle_and_stop_gradients_where_they_act(estimator: str) -> None:
+    lp, ref = (randn(80, seed=1) * 3).requires_grad_(), randn(80, seed=2) * 3
+    cut = KlLimits(k1=2.0, k2=2.0, k3=2.0)
+    found = kl_estimate(lp, ref_logprobs=ref, estimator=estimator, limits=cut)
+    expected = [
+        rl_oracles.kl(x, y, estimator=estimator, limit=2.0) for x, y in zip(lp.tolist(), ref.tolist(), strict=True)
+    ]
+    assert found.tolist() == pytest.approx(expected, rel=1e-10, abs=1e-12)
+    assert gradcheck(lambda x: kl_estimate(x, ref_logprobs=ref, estimator=estimator, limits=cut), (lp,))
+    found.sum().backward()
+    acts = found.detach().abs() == 2.0
+    assert acts.any() and not lp.grad[acts].any() and lp.grad[~acts].any()
 
 
 def step(kl_coef: float, kl: float, n: int = 64) -> float:

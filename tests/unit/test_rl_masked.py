@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from stages.rl.advantages import whiten
 from stages.rl.masked import explained_variance, masked_mean, masked_variance
+from stages.rl.whitening import whiten
 from tests.unit import rl_oracles
 
 MASK_BT = torch.arange(5) < torch.tensor([5, 1, 3, 4])[:, None]
@@ -34,6 +34,28 @@ def test_whiten_by_hand() -> None:
     close(whiten(x, mask_BT=mask, eps=0.0), [[-1, 0, 0], [1, 0, 0]])
     biased = whiten(x, mask_BT=mask, variance="biased", eps=0.0)
     close(biased, [[-math.sqrt(1.5), 0, 0], [math.sqrt(1.5), 0, 0]])
+
+
+def test_how_eps_enters_by_hand() -> None:
+    x, mask = f64([[1.0, 2.0, 3.0]]), torch.tensor([[1, 1, 1]])
+    # variance 1: sqrt(1 + 3) = 2; max(1, 0.25) = 1 and max(1, 4) = 4
+    close(whiten(x, mask_BT=mask, eps=3.0), [[-0.5, 0, 0.5]])
+    close(whiten(x, mask_BT=mask, eps=0.25, eps_rule="maximum"), [[-1, 0, 1]])
+    close(whiten(x, mask_BT=mask, eps=4.0, eps_rule="maximum"), [[-0.5, 0, 0.5]])
+    close(whiten(x, mask_BT=mask, eps=3.0, keep_mean=True), [[1.5, 2, 2.5]])  # TRL's whitening of rewards
+    with pytest.raises(ValueError, match="eps_rule: expected add or maximum, found 'clamp'"):
+        whiten(x, mask_BT=mask, eps_rule="clamp")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rule", ["add", "maximum"])
+def test_both_eps_rules_agree_with_the_oracle(rule: str) -> None:
+    x = random_BT(6)
+    for eps in (1e-8, 0.5, 5.0):
+        expected = rl_oracles.whiten(x[MASK_BT].tolist(), eps=eps, eps_rule=rule)
+        close(whiten(x, mask_BT=MASK_BT, eps=eps, eps_rule=rule)[MASK_BT], expected)  # type: ignore[arg-type]
+        assert gradcheck(
+            lambda y, e=eps: whiten(y, mask_BT=MASK_BT, eps=e, eps_rule=rule), (x.clone().requires_grad_(),)
+        )
 
 
 @pytest.mark.parametrize(("variance", "correction"), [("unbiased", 1), ("biased", 0)])
