@@ -12,6 +12,9 @@ from pathlib import Path
 from bench.result import ROOT
 from bench.watched import Watched, run_watched
 
+WAIT_POLICIES = ("PASSIVE", "ACTIVE")
+"""How OpenMP's threads wait for each other: ours always PASSIVE (docs/adr/0007); alone on free cores ACTIVE may win."""
+
 _KEPT = ("artifacts", "key_id", "digests.json")
 
 

@@ -6,7 +6,9 @@ import json
 import random
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ class SideRun:
     @property
     def round_seconds(self) -> list[float]:
         """Of each round after the first, which is warm-up."""
-        return [later - sooner for sooner, later in zip(self.round_ends, self.round_ends[1:], strict=False)]
+        return [later - sooner for sooner, later in pairwise(self.round_ends)]
 
     @property
     def rollouts_per_second(self) -> float | None:
@@ -150,10 +152,17 @@ def run_ours(*, case: Case, run: FlowRun, prepared: Path, rounds: int, evaluate:
 
 
 def run_peer(
-    *, case: Case, run: FlowRun, prepared: Path, rounds: int, evaluate: bool, directory: Path, peer: Peer,
-    microbatch: int, check_weights: bool,
-) -> SideRun:  # fmt: skip
-    """The peer from the same policy_0, told the same recipe."""
+    *,
+    case: Case,
+    run: FlowRun,
+    prepared: Path,
+    rounds: int,
+    evaluate: bool,
+    directory: Path,
+    peer: Peer,
+    choices: Mapping[str, Any],
+) -> SideRun:
+    """The peer from the same policy_0, told the same recipe. choices: what it is free to choose, for speed."""
     config = load_config(run.config, overrides=run.overrides)
     directory.mkdir(parents=True)
     settings = peer_settings(config) | {
@@ -165,8 +174,7 @@ def run_peer(
         "rounds": rounds,
         "evaluate": evaluate,
         "use_vllm": case.use_vllm,
-        "microbatch": microbatch,
-        "check_weights": check_weights,
+        **choices,
     }
     per_round = config.rounds.prompts_per_round
     batches = [prompts_of(prepared, config.seed, "train", per_round, window=index) for index in range(rounds)]
@@ -175,7 +183,8 @@ def run_peer(
     _write_lines(directory / "held_out.jsonl", held_out)
     (directory / "settings.json").write_text(json.dumps(settings, indent=2))
     command = [sys.executable, "-m", "bench.trl_side", str(directory / "settings.json")]
-    env = peer.environment(run.scratch) | {"OMP_NUM_THREADS": str(settings["threads"])}
+    threads = {"OMP_NUM_THREADS": str(settings["threads"]), "OMP_WAIT_POLICY": choices["wait_policy"]}
+    env = peer.environment(run.scratch) | threads
     watched = run_watched(command, cwd=ROOT, env=env, log=directory / "log")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     of_kind = {kind: [e for e in events if e["event"] == kind] for kind in ("generated", "round", "evaluated", "log")}

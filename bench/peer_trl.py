@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peer_environment
-from bench.flow_run import FlowRun
+from bench.flow_run import WAIT_POLICIES, FlowRun
 from bench.machine import machine
 from bench.peer_case import CASES, Case, SideRun, run_ours, run_peer
 from bench.result import median, ratio, shown, write_result
@@ -82,6 +82,13 @@ def main() -> int:
     measured = Measured(case=case, speed=[], learning={}, target=asked.target)
     out = asked.out or Path(f"bench/results/peer_trl_{case.name}.json")
 
+    choices = {
+        "microbatch": asked.peer_microbatch or case.microbatch,
+        "engine_dtype": asked.peer_dtype,
+        "check_weights": asked.check_weights,
+        "wait_policy": asked.wait_policy,
+    }
+
     def pair(name: str, *, seed: int, rounds: int, evaluate: bool, ours_first: bool) -> dict[str, SideRun]:
         ours = FlowRun(config=case.config, overrides=(*overrides, f"seed={seed}"), scratch=scratch)
         prepared = ours.until_sft(scratch / f"policy-0-{seed}")
@@ -98,11 +105,7 @@ def main() -> int:
             if side == "ours":
                 found[side] = run_ours(**given, store=directory)
             else:
-                more: dict[str, Any] = {
-                    "microbatch": asked.peer_microbatch or case.microbatch,
-                    "check_weights": asked.check_weights,
-                }
-                found[side] = run_peer(**given, directory=directory, peer=peer, **more)
+                found[side] = run_peer(**given, directory=directory, peer=peer, choices=choices)
             print(f"{name} {side}: {found[side].line()}", flush=True)
         found["ours"].require_the_same_prompts(found["peer"])
         return found
@@ -111,12 +114,12 @@ def main() -> int:
         measured.speed.append(
             pair(f"speed-{index}", seed=asked.seed, rounds=asked.rounds, evaluate=False, ours_first=index % 2 == 0)
         )
-        write_result(out, began=began, seeds=[asked.seed], peer=peer.versions, **measured.figures())
+        write_result(out, began=began, seeds=[asked.seed], peer=peer.versions | choices, **measured.figures())
     for index, seed in enumerate(asked.learning_seeds):
         name, rounds = f"learning-{seed}", asked.learning_rounds
         measured.learning[seed] = pair(name, seed=seed, rounds=rounds, evaluate=True, ours_first=index % 2 == 0)
         seeds = [asked.seed, *measured.learning]
-        write_result(out, began=began, seeds=seeds, peer=peer.versions, **measured.figures())
+        write_result(out, began=began, seeds=seeds, peer=peer.versions | choices, **measured.figures())
     _verdict(measured)
     return 0
 
@@ -132,6 +135,8 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--learning-rounds", type=int, default=10)
     parser.add_argument("--target", type=float, default=0.90, help="held-out accuracy to reach")
     parser.add_argument("--peer-microbatch", type=int, help="completions per forward pass of the peer")
+    parser.add_argument("--peer-dtype", choices=["auto", "float32"], default="auto", help="of the peer's engine")
+    parser.add_argument("--wait-policy", choices=WAIT_POLICIES, default="PASSIVE", help="of the peer's OpenMP threads")
     parser.add_argument(
         "--check-weights", action="store_true",
         help="let the peer compare its engine's logprobs with its trainer's (its importance-sampling correction)",

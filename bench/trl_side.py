@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def main(path: str) -> None:
     settings: Settings = json.loads(Path(path).read_text())
     if settings["use_vllm"]:
         _let_vllm_keep_its_weights()
+        _set_engine_dtype(settings["engine_dtype"])
     import torch
 
     torch.set_num_threads(settings["threads"])
@@ -53,6 +55,14 @@ def _let_vllm_keep_its_weights() -> None:
     import vllm._custom_ops as custom_ops
 
     custom_ops._supports_onednn = False
+
+
+def _set_engine_dtype(dtype: str) -> None:
+    """TRL leaves its engine's dtype to vLLM, which takes bfloat16 for a float32 model; another one must be forced."""
+    if dtype != "auto":
+        from trl.generation import vllm_generation  # type: ignore[import-not-found,unused-ignore]
+
+        vllm_generation.LLM = partial(vllm_generation.LLM, dtype=dtype)
 
 
 class _Events:
