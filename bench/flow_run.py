@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.result import ROOT
@@ -20,11 +20,15 @@ _KEPT = ("artifacts", "key_id", "digests.json")
 
 @dataclass(frozen=True)
 class FlowRun:
-    """One configuration in a scratch directory of its own. overrides: KEY=VALUE, as the command line takes them."""
+    """One configuration in a scratch directory of its own.
+
+    overrides: KEY=VALUE, as the command line takes them. environment: variables besides the user's own.
+    """
 
     config: str
     overrides: tuple[str, ...]
     scratch: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, store: Path, *words: str, overrides: Sequence[str] = ()) -> list[str]:
         """The command line that a person would type."""
@@ -52,13 +56,10 @@ class FlowRun:
                 shutil.copy2(source, store / name)
         return self._run(self.command(store, overrides=overrides), store)
 
-    def from_nothing(self, store: Path, *, overrides: Sequence[str] = ()) -> Watched:
-        """The whole pipeline in a new store."""
-        return self._run(self.command(store, overrides=overrides), store)
-
     def _run(self, command: Sequence[str], store: Path) -> Watched:
         store.parent.mkdir(parents=True, exist_ok=True)
-        return run_watched(command, cwd=ROOT, env=environment(self.scratch), log=store.with_suffix(".log"))
+        env = environment(self.scratch, self.environment)
+        return run_watched(command, cwd=ROOT, env=env, log=store.with_name(f"{store.name}.log"))
 
 
 def environment(scratch: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:

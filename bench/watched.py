@@ -22,7 +22,7 @@ class Watched:
 
     peak_pss_bytes: the largest sum of proportional set sizes over the tree (shared pages counted once), with what
     was added to shared memory beside it, mapped or not. peak_rss_bytes: the same sum of resident set sizes.
-    launcher_rss: (time, bytes) of the first process alone.
+    series: (time, resident set size of the first process alone, proportional set sizes of the tree), every half second.
     """
 
     started_at: float
@@ -30,8 +30,7 @@ class Watched:
     peak_pss_bytes: int = 0
     peak_rss_bytes: int = 0
     most_processes: int = 0
-    samples: int = 0
-    launcher_rss: list[tuple[float, int]] = field(default_factory=list)
+    series: list[tuple[float, int, int]] = field(default_factory=list)
 
 
 def run_watched(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> Watched:
@@ -62,18 +61,18 @@ def run_watched(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], lo
 
 def _watch(root: int, shared_before: int, watched: Watched, stop: Event) -> None:
     while not stop.wait(_SAMPLE_SECONDS):
-        pss = rss = mapped = 0
+        pss = rss = mapped = launcher = 0
         pids = tree(root)
         for pid in pids:
             memory = memory_of(pid)
             pss, rss, mapped = pss + memory.pss, rss + memory.rss, mapped + memory.shared
             if pid == root:
-                watched.launcher_rss.append((time.time(), memory.rss))
+                launcher = memory.rss
         unmapped = max(0, _shared_memory_used() - shared_before - mapped)
+        watched.series.append((time.time(), launcher, pss + unmapped))
         watched.peak_pss_bytes = max(watched.peak_pss_bytes, pss + unmapped)
         watched.peak_rss_bytes = max(watched.peak_rss_bytes, rss)
         watched.most_processes = max(watched.most_processes, len(pids))
-        watched.samples += 1
 
 
 def tree(root: int) -> list[int]:
