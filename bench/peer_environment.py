@@ -15,7 +15,7 @@ from bench.result import ROOT
 VERSION = "1.16.0"
 HOW = f"where TRL is: pip install --no-deps --target DIR trl=={VERSION}, then --peer-path DIR"
 _LOOK = (
-    "import json, accelerate, trl; print(json.dumps({'trl': trl.__version__, 'accelerate': accelerate.__version__}))"
+    "import json, trl, accelerate; print(json.dumps({'trl': trl.__version__, 'accelerate': accelerate.__version__}))"
 )
 
 

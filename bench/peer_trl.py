@@ -144,7 +144,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, help="kept afterwards; policy_0 in it is used again")
     parser.add_argument("--out", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="of the configuration, on both sides")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def _verdict(measured: Measured) -> None:
