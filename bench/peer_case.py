@@ -93,6 +93,11 @@ class SideRun:
         """From the process's start to the first evaluation that reaches `target`."""
         return next((seconds for _, seconds, mean in self.accuracy if mean >= target), None)
 
+    def accuracy_above(self, other: SideRun) -> list[tuple[int, float]]:
+        """(rollouts trained on, held-out mean of this side less that of the other), where both were evaluated."""
+        theirs = {rollouts: mean for rollouts, _, mean in other.accuracy}
+        return [(rollouts, mean - theirs[rollouts]) for rollouts, _, mean in self.accuracy if rollouts in theirs]
+
     def require_the_same_prompts(self, other: SideRun) -> None:
         """Raise SystemExit unless both sides sampled from the same prompts in every round."""
         for index, (here, there) in enumerate(zip(self.prompts, other.prompts, strict=True)):
@@ -164,6 +169,8 @@ def run_peer(
 ) -> SideRun:
     """The peer from the same policy_0, told the same recipe. choices: what it is free to choose, for speed."""
     config = load_config(run.config, overrides=run.overrides)
+    if directory.exists():
+        raise SystemExit(f"{directory}: expected nothing there yet; choose another scratch directory or remove it")
     directory.mkdir(parents=True)
     settings = peer_settings(config) | {
         "policy": str(_policy_0(prepared)),

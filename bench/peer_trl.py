@@ -51,6 +51,9 @@ class Measured:
             "accuracy_by_rollouts": {
                 side: {seed: pair[side].accuracy for seed, pair in self.learning.items()} for side in ("ours", "peer")
             },
+            "accuracy_of_ours_less_peers_by_rollouts": {
+                seed: pair["ours"].accuracy_above(pair["peer"]) for seed, pair in self.learning.items()
+            },
             "speed_runs": [{side: run.document() for side, run in pair.items()} for pair in self.speed],
             "learning_runs": {
                 seed: {side: run.document() for side, run in pair.items()} for seed, pair in self.learning.items()

@@ -50,6 +50,7 @@ def test_rollouts_per_second_leave_the_first_round_out() -> None:
     assert run.first_round_seconds == 30.0
     assert run.seconds_to(0.9) == 7.0
     assert run.seconds_to(0.99) is None
+    assert run.accuracy_above(run) == [(0, 0.0), (2, 0.0), (4, 0.0)]
     assert run.document()["completion_tokens"] == {"min": 1, "p50": 3, "p90": 3, "p99": 3, "max": 3, "mean": 2.0}
 
 
