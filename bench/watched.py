@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
+from types import FrameType
+from typing import NoReturn
 
 _SAMPLE_SECONDS, _SAMPLE_SHARE = 0.5, 0.02
 _TAIL_CHARACTERS = 3000
@@ -34,7 +36,11 @@ class Watched:
 
 
 def run_watched(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> Watched:
-    """Run `command` to its end, its output in `log`. Raises SystemExit with the log's tail if it fails."""
+    """Run `command` to its end, its output in `log`. Raises SystemExit with the log's tail if it fails.
+
+    It ends with this process, also where this one is asked to end by SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _end)
     stop = Event()
     before = _shared_memory_used()
     watched = Watched(started_at=time.time())
@@ -57,6 +63,10 @@ def run_watched(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], lo
     if code != 0:
         raise SystemExit(f"{' '.join(command)}\nended with {code}; {log} ends:\n{log.read_text()[-_TAIL_CHARACTERS:]}")
     return watched
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _watch(root: int, shared_before: int, watched: Watched, stop: Event) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,24 @@ def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
     assert watched.series[0][1] < 64 << 20, "the launcher alone does not hold what its child holds"
     assert os.getpid() in tree(os.getpid())
     assert memory_of(os.getpid()).rss >= memory_of(os.getpid()).pss > 0
+
+
+def test_a_watched_command_does_not_outlive_a_bench_that_is_terminated(tmp_path: Path) -> None:
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    bench = (
+        "import os, sys; from pathlib import Path; from bench.watched import run_watched; "
+        f"run_watched([sys.executable, '-c', {child!r}], cwd=Path('.'), env=dict(os.environ), "
+        f"log=Path({str(tmp_path / 'log')!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", bench], cwd=ROOT)
+    until = time.monotonic() + 30
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text()):
+        assert time.monotonic() < until, "the watched command has not started"
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 def test_a_watched_command_that_fails_shows_the_end_of_its_log(tmp_path: Path) -> None:
