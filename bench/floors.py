@@ -158,6 +158,7 @@ def _bare_generation(
     ours = {
         "max_num_seqs": generator.max_concurrent,
         "max_num_batched_tokens": max(8192, tokens),
+        "block_size": 128,  # as in stages/engines/vllm_engine.py; same_completions_share tells where they part
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
         "enforce_eager": generator.eager,
