@@ -74,11 +74,12 @@ def _watch(root: int, shared_before: int, watched: Watched, stop: Event) -> None
     cost = 0.0
     while not stop.wait(max(_SAMPLE_SECONDS, cost / _SAMPLE_SHARE)):
         began = time.thread_time()
-        _sample(root, shared_before, watched)
+        sample(root, shared_before, watched)
         cost = time.thread_time() - began
 
 
-def _sample(root: int, shared_before: int, watched: Watched) -> None:
+def sample(root: int, shared_before: int, watched: Watched) -> None:
+    """Look once at the whole tree. shared_before: bytes in shared memory before it was started."""
     pss = rss = mapped = launcher = 0
     pids = tree(root)
     for pid in pids:

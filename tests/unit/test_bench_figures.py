@@ -17,7 +17,7 @@ from bench.overhead import covered
 from bench.peer_case import CASES, SideRun, peer_settings
 from bench.peer_environment import VERSION, find
 from bench.tales import first_synonyms, tale, write_tales
-from bench.watched import memory_of, run_watched, tree
+from bench.watched import Memory, Watched, memory_of, run_watched, sample, tree
 from configs.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,15 +114,22 @@ def test_tales_are_the_same_each_time_and_their_reward_is_a_share(tmp_path: Path
     assert first_synonyms(prompt="", completion="xx", answer="") == 0.0
 
 
-def test_memory_is_that_of_the_whole_tree(tmp_path: Path) -> None:
-    script = "import subprocess, sys, time; b = bytearray(64 << 20); time.sleep(1.2)"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}], check=True)"
-    watched = run_watched([sys.executable, "-c", parent], cwd=tmp_path, env=dict(os.environ), log=tmp_path / "log")
+def test_memory_is_that_of_the_whole_tree() -> None:
+    child = "b = bytearray(b'x' * (64 << 20)); print('ready', flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        watched = Watched(started_at=0.0)
+        sample(process.pid, shared_before=1 << 60, watched=watched)
+        process.communicate("\n")
+    assert process.returncode == 0
     assert watched.most_processes == 2
     assert 64 << 20 <= watched.peak_pss_bytes <= watched.peak_rss_bytes
     assert watched.series[0][1] < 64 << 20, "the launcher alone does not hold what its child holds"
-    assert os.getpid() in tree(os.getpid())
     assert memory_of(os.getpid()).rss >= memory_of(os.getpid()).pss > 0
+    assert memory_of(process.pid) == Memory() and tree(process.pid) == []
 
 
 def test_a_watched_command_does_not_outlive_a_bench_that_is_terminated(tmp_path: Path) -> None:
