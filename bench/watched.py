@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from types import FrameType
-from typing import NoReturn
+
+from stages.process import ChildProcess
 
 _SAMPLE_SECONDS, _SAMPLE_SHARE = 0.5, 0.02
 _TAIL_CHARACTERS = 3000
+_GRACE_SECONDS = 30.0
+_IN_DIRECTORY = ("/bin/sh", "-c", 'cd "$0" && exec "$@"')
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
@@ -38,35 +38,24 @@ class Watched:
 def run_watched(command: Sequence[str], *, cwd: Path, env: Mapping[str, str], log: Path) -> Watched:
     """Run `command` to its end, its output in `log`. Raises SystemExit with the log's tail if it fails.
 
-    It ends with this process, also where this one is asked to end by SIGTERM.
+    It ends with this process, however this one ends.
     """
-    signal.signal(signal.SIGTERM, _end)
     stop = Event()
     before = _shared_memory_used()
     watched = Watched(started_at=time.time())
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            list(command), cwd=cwd, env=dict(env), stdout=output, stderr=output, start_new_session=True
-        )
-        watcher = Thread(target=_watch, args=(process.pid, before, watched, stop), daemon=True)
-        watcher.start()
-        try:
-            code = process.wait()
-        except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            raise
-        finally:
-            stop.set()
-            watcher.join()
+    child = ChildProcess([*_IN_DIRECTORY, str(cwd), *command], env=env, log=log)
+    watcher = Thread(target=_watch, args=(child.pid, before, watched, stop), daemon=True)
+    watcher.start()
+    try:
+        code = child.process.wait()
+    finally:
+        stop.set()
+        child.close(grace_seconds=_GRACE_SECONDS)
+        watcher.join()
     watched.seconds = time.time() - watched.started_at
     if code != 0:
         raise SystemExit(f"{' '.join(command)}\nended with {code}; {log} ends:\n{log.read_text()[-_TAIL_CHARACTERS:]}")
     return watched
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
 
 
 def _watch(root: int, shared_before: int, watched: Watched, stop: Event) -> None:
