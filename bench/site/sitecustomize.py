@@ -1,14 +1,18 @@
-"""Put on PYTHONPATH by bench/durability.py: measures, or switches off, what durability costs, in every process.
+"""Put on PYTHONPATH by bench/durability.py and bench/overhead.py: measures, or switches off, what durability costs, and
+notes when programs run, in every process.
 
 RATCHET_BENCH_TIMES: a directory; each process appends the seconds of each call that hashes, flushes or writes manifests
 to a file of its own, at once, because workers end by a signal.
+RATCHET_BENCH_PROGRAMS: a directory; each process appends when each program of a stage began and ended.
 RATCHET_BENCH_OFF: do none of it. Only a bench may: a store written like this cannot be trusted.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -59,5 +63,33 @@ def _install() -> None:
             setattr(module, name, _timed(f"{module.__name__.rpartition('.')[2]}.{name}", getattr(module, name)))
 
 
+def _note_programs(directory: str) -> None:
+    """Wrap `run` of every stages.<name>.run as it is imported by name: that is how a worker finds its program."""
+    found = importlib.import_module
+
+    def import_module(name: str, package: str | None = None) -> Any:
+        module = found(name, package)
+        if re.fullmatch(r"stages\.\w+\.run", name) and not hasattr(module.run, "__wrapped__"):
+            module.run = _noted(name.split(".")[1], module.run, Path(directory, str(os.getpid())))
+        return module
+
+    importlib.import_module = import_module
+
+
+def _noted(stage: str, function: Any, log: Path) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            with log.open("a") as file:
+                file.write(f"{stage} {began:.6f} {time.time():.6f}\n")
+
+    return run
+
+
 if _TIMES or os.environ.get("RATCHET_BENCH_OFF"):
     _install()
+if os.environ.get("RATCHET_BENCH_PROGRAMS"):
+    _note_programs(os.environ["RATCHET_BENCH_PROGRAMS"])
