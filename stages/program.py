@@ -6,6 +6,7 @@ Knows no stage by name: the job says which one. Loads torch only after the job o
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -109,6 +110,7 @@ def serve(replies: TextIO, *, warm: str) -> None:
 
     for name in filter(None, warm.split(",")):
         importlib.import_module(name)
+    gc.freeze()  # the libraries' objects stay for good; vLLM alone collects over all of them five times as it starts
     reply({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)

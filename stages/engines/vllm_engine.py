@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoConfig
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 
 from configs.resources import GeneratorResources
 from stages.artifacts.errors import GateError
 
 _PROGRESS_SECONDS = 0.5
+_BLOCK_TOKENS = 128
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Completion:
 
 
 class GenerationEngine:
-    """A vLLM engine. Prefix caching and chunked prefill are off: a request's bits depend on itself alone."""
+    """A vLLM engine. Prefix caching and chunked prefill are off: the bits depend on what is sampled together alone."""
 
     def __init__(
         self,
@@ -50,6 +56,9 @@ class GenerationEngine:
     ) -> None:
         self.policy_version = policy_version
         self._eos = eos
+        if resources.eager:
+            # vLLM compiles one small function of its sampler all the same, at the first token; that takes seconds.
+            torch._dynamo.config.disable = True
         self._llm = LLM(
             model=str(policy),
             skip_tokenizer_init=True,
@@ -58,7 +67,9 @@ class GenerationEngine:
             seed=0,
             max_model_len=max_model_tokens,
             max_num_seqs=resources.max_concurrent,
+            num_gpu_blocks_override=_blocks(policy, dtype, max_model_tokens, resources),
             max_num_batched_tokens=max(8192, max_model_tokens),
+            block_size=_BLOCK_TOKENS if current_platform.device_type == "cpu" else None,
             enable_chunked_prefill=False,
             enable_prefix_caching=False,
             enforce_eager=resources.eager,
@@ -117,6 +128,21 @@ class GenerationEngine:
         if missing:
             raise GateError(f"expected {len(requests)} completions, found {len(found)}; missing {missing[:3]}")
         return found
+
+
+def _blocks(policy: Path, dtype: str, max_model_tokens: int, resources: GeneratorResources) -> int | None:
+    """On CPU, as many key-value blocks as the most sequences in flight can fill, where that is less than the cache.
+
+    Otherwise vLLM fills `kv_cache_gib` with zeros when it starts, however little of it is ever used.
+    """
+    if current_platform.device_type != "cpu":
+        return None
+    config = AutoConfig.from_pretrained(policy, trust_remote_code=False)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * _DTYPE_BYTES[dtype]
+    needed = resources.max_concurrent * math.ceil(max_model_tokens / _BLOCK_TOKENS) + 1  # vLLM keeps one for itself
+    return needed if needed * _BLOCK_TOKENS * per_token < resources.kv_cache_gib << 30 else None
 
 
 def _completion(output: Any) -> Completion:

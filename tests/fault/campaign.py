@@ -125,9 +125,10 @@ def aim_at_random(rng: random.Random) -> Aim:
             return (Plan("any", seconds=rng.uniform(0.05, 3.0), victim=victim),)
         begun = [o for o in progress.window if _ATTEMPT.match(o.name)] or list(progress.window)
         chosen = min(begun, key=lambda o: (progress.before[o.stage] + progress.hits[o.stage], rng.random()))
-        if turn % 3 == 1:
-            return (Plan(chosen.name, seconds=rng.uniform(0.0, 0.15), victim=victim),)
-        lost = Plan(chosen.name, seconds=rng.uniform(0.0, 0.3), victim="worker")
+        if turn % 3 == 1:  # some stages take a tenth of a second, some a few milliseconds
+            soon = rng.choice((0.15, 0.02, 0.002))
+            return (Plan(chosen.name, seconds=rng.uniform(0.0, soon), victim=victim),)
+        lost = Plan(chosen.name, seconds=rng.uniform(0.0, rng.choice((0.3, 0.02))), victim="worker")
         return (lost, Plan(chosen.name, nth=2, seconds=rng.uniform(0.0, 2.5), victim=victim))
 
     return aim

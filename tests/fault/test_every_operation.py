@@ -42,13 +42,20 @@ def plan_for(reference: Reference, index: int) -> tuple[Plan, int]:
     where = chosen.name.partition(" ")[2]
     commits = [(-1, ""), *((at, place) for at, place in committed(operations) if at < index)]
     at, place = commits[-1]
-    if where in (place.rpartition("/")[0], place.replace("artifacts/", "attempts/")):  # what follows a commit
+    released = [at for at, place in commits[1:] if where.startswith(place) and _is_released(reference, place)]
+    if released:  # the reference no longer has what was deleted from it: it is made again first
+        before = since = released[0]
+    elif where in (place.rpartition("/")[0], place.replace("artifacts/", "attempts/")):  # what follows a commit
         before, since = at, commits[-2][0] + 1
     else:
         before, since = index, at + 1
     first = 0 if where.startswith("runs/") else since
     nth = sum(o.name == chosen.name and o.by == chosen.by for o in operations[first : index + 1])
     return Plan(chosen.name, nth=nth), before
+
+
+def _is_released(reference: Reference, place: str) -> bool:
+    return (reference.store / place / layout.RELEASED).exists()
 
 
 def trial(nursery: Nursery, reference: Reference, index: int, store: Path) -> dict[str, Any]:
@@ -58,7 +65,8 @@ def trial(nursery: Nursery, reference: Reference, index: int, store: Path) -> di
     prefix(reference, store, before=before)
     died = nursery.run(reference.case, store, plan)
     wrong = [] if died.code == -9 else [f"expected a death, found exit code {died.code}"]
-    later = [where for at, where in committed(reference.operations) if at >= before][:2]
+    later = [where for at, where in committed(reference.operations) if at >= before]
+    later = [where for where in later if not (store / where / layout.MANIFEST).exists()][:2]
     again = nursery.start(reference.case, store)
     if len(later) == 2:
         while not again.is_over and not (store / later[1] / layout.MANIFEST).exists():
