@@ -231,6 +231,15 @@ def test_the_gradient_of_a_step_does_not_depend_on_its_microbatches(name: str, a
         torch.testing.assert_close(other, gradients[0], rtol=0, atol=1e-15)
 
 
+def test_the_clip_by_name_takes_every_bound() -> None:
+    lp, old = torch.tensor([25.0, 3.0]).double(), torch.zeros(2).double()
+    given = {"old_logprobs_N": old, "advantages_N": -torch.ones(2).double(), "lengths_B": torch.tensor([2]), **CLIP}
+    free = policy_loss("clip", lp, **given, log_ratio_limit=None).loss
+    assert free.tolist() == pytest.approx([math.exp(25), math.exp(3)])
+    assert policy_loss("clip", lp, **given).loss[0].item() == pytest.approx(math.exp(20))
+    assert policy_loss("clip", lp, **given, dual_clip=3.0).loss.tolist() == [3.0, 3.0]
+
+
 def test_an_unknown_loss_is_named() -> None:
     with pytest.raises(ValueError, match="loss: expected clip, gspo, cispo or reinforce, found 'dpo'"):
         by_name("dpo", *inputs())

@@ -19,6 +19,7 @@ from configs.algorithms import (
     ReinforcePpBaseline,
     Rloo,
 )
+from configs.conventions import KlLimits
 from stages.artifacts.errors import GateError
 from stages.estimate_advantages.run import run
 from tests.unit import rl_oracles, rl_peers
@@ -153,3 +154,15 @@ def test_the_reward_is_clipped_after_the_groups_baseline_and_before_the_critics(
     assert found(Grpo(reward_clip=3.0)) == [3.0, -3.0]  # 4 and -4
     assert found(Rloo(kl_coef=0.0, reward_clip=3.0)) == [3.0, -3.0]  # 8 and -8
     assert found(Ppo(kl_coef=0.0, reward_clip=3.0, whiten_advantages=False)) == [3.0, 1.0]
+
+
+def test_the_kl_in_the_reward_is_cut_where_the_configuration_says(tmp_path: Path) -> None:
+    row = rollout("a", 0, tokens=2)
+    lps = [logprobs(row, old=[-1.0, -1.0], ref=[-21.0, 19.0], values=[0.0, 0.0])]
+
+    def found(algorithm: Algorithm) -> list[float]:
+        written = advantages_of(run_stage(run, job(tmp_path, algorithm, [row], [reward(row, 0.0)], lps))[0])
+        return list(written["a", 0]["token_rewards"])
+
+    assert found(Ppo(kl_coef=0.5)) == [-10.0, 10.0]  # k1 20 and -20
+    assert found(Ppo(kl_coef=0.5, kl_limits=KlLimits(k1=10.0))) == [-5.0, 5.0]
