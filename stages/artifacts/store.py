@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from stages.artifacts.reference import ArtifactRef
 
 if TYPE_CHECKING:
     from stages.job import Job
+
+_UNFINISHED_MARK = re.compile(rf"\.{re.escape(layout.RELEASED)}\.\d+\.tmp")
 
 
 def new_attempt(job: Job) -> Path:
@@ -125,9 +128,13 @@ def verify(store: Path, ref: ArtifactRef) -> Manifest | None:
 
 
 def verify_files(root: Path, files: dict[str, FileEntry], ref: ArtifactRef, *, only_top: bool = False) -> None:
-    """Compare what is below `root` with `files`. Raises DamagedArtifact naming the first difference."""
+    """Compare what is below `root` with `files`. Raises DamagedArtifact naming the first difference.
+
+    What a killed process left of a mark that it was writing does not count; the next release() takes it away.
+    """
     paths = root.glob("*" if only_top else "**/*")
     found = {p.relative_to(root).as_posix() for p in paths if not p.is_dir() or p.is_symlink()}
+    found = {name for name in found if not _UNFINISHED_MARK.fullmatch(name)}
     for name in sorted((found - {layout.MANIFEST, layout.RELEASED}) ^ set(files)):
         raise damaged(ref, root / name, "not in the manifest" if name in found else "missing")
     for name, entry in files.items():
@@ -187,6 +194,8 @@ def release(store: Path, ref: ArtifactRef) -> int:
     root = ref.path(store)
     freed, mark = 0, {"released_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     if not is_released(store, ref):
+        for left in root.glob(f".{layout.RELEASED}.*.tmp"):
+            remove(left)
         try:
             write_json(root / layout.RELEASED, mark)
         except StoreFull:  # not even for the mark: a crash from here on leaves an artifact that counts as damaged

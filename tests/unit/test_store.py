@@ -274,6 +274,18 @@ def test_a_release_that_died_half_way_is_finished_by_the_next(job: Toy, monkeypa
     assert not (path / "deep").exists()
 
 
+def test_a_mark_that_a_killed_release_was_writing_is_no_damage(job: Toy) -> None:
+    path = committed(job)
+    left, strange = path / ".released.json.4711.tmp", path / ".released.json.tmp"
+    left.write_bytes(b'{"rel')
+    assert store.open_artifact(job.store, job.ref) == path
+    store.release(job.store, job.ref)
+    assert not left.exists() and store.is_released(job.store, job.ref)
+    strange.write_bytes(b"")
+    with pytest.raises(DamagedArtifact, match="not in the manifest"):
+        store.verify(job.store, job.ref)
+
+
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
