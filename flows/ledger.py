@@ -34,19 +34,20 @@ class GrowingFile:
         """Take more rows; they are written by write()."""
         self._batches.extend(record_batches(rows, self._schema))
 
-    def write(self) -> None:
-        """Write all rows, whole or not at all."""
-        write_batches(self._path, self._batches, self._schema)
+    def write(self, *, first: Sequence[pa.RecordBatch] = ()) -> None:
+        """Write all rows, whole or not at all; `first` before them."""
+        write_batches(self._path, [*first, *self._batches], self._schema)
 
 
 class Ledger:
-    """Follows the outcomes of a run. A stage that an earlier start made keeps the row that it got then."""
+    """Follows the outcomes of a run. What an earlier start spent on a stage stays, until a later one makes it again."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._seen = 0
         path = layout.run_ledger(run.directory)
         self._earlier = {row["stage"]: row for row in _whole_rows(path)}
+        self._kept = record_batches(list(self._earlier.values()), schemas.LEDGER)
         self._costs = GrowingFile(path, schemas.LEDGER)
         self._metrics = GrowingFile(layout.run_metrics(run.directory), schemas.METRICS)
         self.rows: list[Row] = []
@@ -55,14 +56,15 @@ class Ledger:
         """Write down the outcomes since the last time."""
         new = self._run.outcomes[self._seen :]
         self._seen = len(self._run.outcomes)
-        costs = [
-            self._earlier.get(outcome.label, cost_row(outcome)) if outcome.reused else cost_row(outcome)
-            for outcome in new
-        ]
+        costs = [cost_row(outcome) for outcome in new if not (outcome.reused and outcome.label in self._earlier)]
+        if again := [row["stage"] for row in costs if row["stage"] in self._earlier]:
+            for stage in again:
+                del self._earlier[stage]
+            self._kept = record_batches(list(self._earlier.values()), schemas.LEDGER)
         self.rows.extend(costs)
         self._costs.add(costs)
         self._metrics.add([row for outcome in new for row in metric_rows(outcome)])
-        self._costs.write()
+        self._costs.write(first=self._kept)
         self._metrics.write()
 
 

@@ -51,6 +51,8 @@ class Report:
     def start(self, evaluation: Outcome) -> None:
         """The policy before the first round."""
         self.evaluations.append((-1, evaluation))
+        if not self.run.replay:
+            self._ledger.write()
         self.run.display.say(table_line(_COLUMNS))
         self._show(round_row(-1, None, evaluation, self.run))
 

@@ -51,23 +51,20 @@ class ModelScorer:
     def __call__(self, rollouts: Sequence[Rollout]) -> list[float]:
         """The reward of each rollout. Raises InputError where one cannot be read."""
         with self._turn:
-            sequences: list[tuple[list[int], list[int]]] = [([], self._sequence(rollout)) for rollout in rollouts]
-            if not sequences:
+            rows = [self._row(rollout) for rollout in rollouts]
+            if not rows:
                 return []
-            scores: list[float] = score_sequences(
-                self._model, sequences, max_tokens_per_microbatch=self._limit
-            ).tolist()
+            scores: list[float] = score_sequences(self._model, rows, max_tokens_per_microbatch=self._limit).tolist()
             return scores
 
-    def _sequence(self, rollout: Rollout) -> list[int]:
-        """Token ids as sampled, if they were sent; else of the texts, the completion taken as ended."""
+    def _row(self, rollout: Rollout) -> tuple[list[int], list[int]]:
+        """Token ids of prompt and completion as sampled, if sent; else of the texts, the completion taken as ended."""
         if "prompt_ids" in rollout and "completion_ids" in rollout:
-            parts = (rollout["prompt_ids"], rollout["completion_ids"])
-            ids = [token for part in parts if isinstance(part, list) for token in part]
-            vocabulary = self._model.config.vocab_size
+            parts = [p if isinstance(p, list) else [] for p in (rollout["prompt_ids"], rollout["completion_ids"])]
+            vocabulary, ids = self._model.config.vocab_size, [token for part in parts for token in part]
             if not ids or not all(type(token) is int and 0 <= token < vocabulary for token in ids):
                 raise InputError(f"rollout {rollout['id']!r}: expected token ids from 0 to {vocabulary - 1}")
-            return ids
+            return parts[0], parts[1]
         if not (isinstance(rollout.get("prompt"), str) and isinstance(rollout.get("completion"), str)):
             raise InputError(
                 f"rollout {rollout['id']!r}: expected prompt and completion, or prompt_ids and completion_ids"
@@ -76,7 +73,7 @@ class ModelScorer:
             tokenizer = AutoTokenizer.from_pretrained(self._directory, trust_remote_code=False)
             self._encoder = (tokenizer, Encoder(tokenizer, chat="never"))
         tokenizer, encoder = self._encoder
-        return [*tokenizer(rollout["prompt"])["input_ids"], *encoder.encode_completion(rollout["completion"])]
+        return tokenizer(rollout["prompt"])["input_ids"], encoder.encode_completion(rollout["completion"])
 
 
 def open_server(score: Score, *, host: str, port: int, token: str | None) -> ThreadingHTTPServer:

@@ -123,6 +123,8 @@ def _launch(order: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails with EFBIG instead
     subprocess.Popen = Forked  # type: ignore[misc]
+    if order.get("cold"):
+        _start_workers_for_every_stage()
     sign_in(Path(order["fault"]), "launcher")
     try:
         config = rlhf.resolve(order["config"], overrides=order["overrides"], rounds=None, seed=None)
@@ -135,6 +137,18 @@ def _launch(order: dict[str, Any]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _start_workers_for_every_stage() -> None:
+    from stages.workers import WorkerPool
+
+    warm = WorkerPool.run
+
+    def cold(pool: WorkerPool, *given: Any, **more: Any) -> dict[str, float]:
+        pool.close()
+        return warm(pool, *given, **more)
+
+    WorkerPool.run = cold  # type: ignore[method-assign]
 
 
 def _fork(order: dict[str, Any]) -> int:

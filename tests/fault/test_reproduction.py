@@ -70,6 +70,23 @@ def test_r01_elsewhere_it_ends_with_the_same_bits(
     assert different == []
 
 
+def test_with_new_workers_for_every_stage_it_ends_with_the_same_bits(
+    nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
+) -> None:
+    """Each trainer stage begins with the newest snapshot and redo, each generation with a new engine."""
+    started, different, starts = time.monotonic(), [], 0
+    for reference in list(references.values())[: trials(1, full=2)]:
+        store = tmp_path / reference.case.name
+        done = nursery.finish(reference.case, store, cold=True)
+        different += compared(reference, store)
+        starts += done.out.count(" ready after ")
+    print(
+        f"cold equals warm: workers started {starts} times, {'all same' if not different else 'not same'}; "
+        f"{time.monotonic() - started:.0f} s"
+    )
+    assert different == [] and starts > 30
+
+
 def test_r03_in_processes_of_their_own_it_is_the_same(
     nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
 ) -> None:

@@ -132,7 +132,10 @@ class Nursery:
         self._process.wait(timeout=30.0)
 
     def start(self, case: Case, store: Path, *plans: Plan, **more: Any) -> Started:
-        """Start a run and return at once. more: `overrides`, `env`, `file_size` (the limit, in bytes), `take_over`."""
+        """Start a run and return at once.
+
+        more: `overrides`, `env`, `file_size` (the limit, in bytes), `take_over`, `cold` (new workers for every stage).
+        """
         with self._lock:
             self._starts += 1
             number = self._starts

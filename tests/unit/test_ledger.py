@@ -61,6 +61,19 @@ def test_a_second_start_keeps_what_the_first_one_spent(tmp_path: Path) -> None:
     ]
 
 
+def test_a_start_that_does_less_takes_nothing_away(tmp_path: Path) -> None:
+    """`--until sft` after the whole run; then a stage is made again."""
+    first, partial, third = (run_in(tmp_path) for _ in range(3))
+    first.outcomes += [outcome(tmp_path, "train_sft"), outcome(tmp_path, "round-000-update_policy")]
+    Ledger(first).write()
+    partial.outcomes.append(outcome(tmp_path, "train_sft", reused=True))
+    Ledger(partial).write()
+    third.outcomes.append(outcome(tmp_path, "train_sft", computed_tokens=60.0))
+    Ledger(third).write()
+    rows = read_table(layout.run_ledger(third.directory), schemas.LEDGER).to_pylist()
+    assert [(row["stage"], row["tokens"]) for row in rows] == [("round-000-update_policy", 0), ("train_sft", 60)]
+
+
 def test_a_damaged_ledger_stops_nothing(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     layout.run_ledger(run.directory).write_bytes(b"ARROW1 no more")
