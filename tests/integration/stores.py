@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -145,8 +146,8 @@ class House:
 
     def again(self, job: Job, *, pool: WorkerPool) -> dict[str, str]:
         """The hashes of the files that a job makes in another pool."""
-        out = self.store / "again" / f"{job.STAGE}-{job.fingerprint}-{id(pool)}"
-        out.mkdir(parents=True)
+        (self.store / "again").mkdir(exist_ok=True)
+        out = Path(tempfile.mkdtemp(dir=self.store / "again", prefix=f"{job.STAGE}-"))
         self.run(job, out, pool=pool)
         return hashes(out)
 
