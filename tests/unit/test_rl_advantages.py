@@ -12,22 +12,7 @@ from torch.autograd import gradcheck
 
 from stages.rl.advantages import gae_advantages, group_advantages
 from tests.unit import rl_oracles
-
-LENGTHS = [5, 1, 3, 4]
-MASK_BT = torch.arange(5) < torch.tensor(LENGTHS)[:, None]
-
-
-def f64(*rows: object) -> Tensor:
-    return torch.tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float64)
-
-
-def random_BT(seed: int) -> Tensor:
-    return torch.randn(MASK_BT.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(found: Tensor, expected: object, *, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
-
+from tests.unit.rl_tensors import LENGTHS, MASK_BT, close, f64, random_BT
 
 # gae_advantages
 

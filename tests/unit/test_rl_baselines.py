@@ -19,7 +19,7 @@ from stages.rl.advantages import (
 from stages.rl.credit import KlPenalty, group_credit
 from stages.rl.whitening import Whitening
 from tests.unit import rl_oracles
-from tests.unit.test_rl_advantages import LENGTHS, MASK_BT, close, f64, random_BT
+from tests.unit.rl_tensors import LENGTHS, MASK_BT, close, f64, random_BT
 
 RULES = [None, Whitening(), Whitening("biased", 0.5, "maximum"), Whitening("unbiased", 0.1)]
 GROUPS = torch.tensor([0, 0, 1, 1])

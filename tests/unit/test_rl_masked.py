@@ -6,26 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import gradcheck
 
 from stages.rl.masked import explained_variance, masked_mean, masked_variance
 from stages.rl.whitening import whiten
 from tests.unit import rl_oracles
-
-MASK_BT = torch.arange(5) < torch.tensor([5, 1, 3, 4])[:, None]
-
-
-def f64(*rows: object) -> Tensor:
-    return torch.tensor(rows if len(rows) > 1 else rows[0], dtype=torch.float64)
-
-
-def random_BT(seed: int) -> Tensor:
-    return torch.randn(MASK_BT.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def close(found: Tensor, expected: object, *, tolerance: float = 1e-12) -> None:
-    torch.testing.assert_close(found, torch.as_tensor(expected, dtype=found.dtype), rtol=0, atol=tolerance)
+from tests.unit.rl_tensors import MASK_BT, close, f64, random_BT
 
 
 def test_whiten_by_hand() -> None:

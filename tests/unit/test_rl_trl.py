@@ -19,7 +19,7 @@ from stages.rl.kl import KlLimits, kl_estimate
 from stages.rl.losses import policy_loss
 from stages.rl.masked import masked_mean, masked_variance
 from stages.rl.whitening import whiten
-from tests.unit.test_rl_advantages import LENGTHS, MASK_BT, close, random_BT
+from tests.unit.rl_tensors import LENGTHS, MASK_BT, close, random_BT
 
 pytest.importorskip("trl", reason="TRL is not installed")
 
