@@ -19,6 +19,18 @@ class Sampling(Frozen):
     max_completion_tokens: int = Field(default=16, ge=1)
 
 
+class DynamicSampling(Frozen):
+    """Groups whose rewards are all equal teach nothing: they are not trained on, and further prompts take their place.
+
+    After Yu et al. 2025 (DAPO, section 3.2). max_batches: of `prompts_per_round` prompts, the first included, that a
+    round may sample; DAPO's recipe has 10. Where they do not suffice, the round trains on the groups that there are.
+    min_spread: a group has a signal if its highest and lowest reward are further apart than this.
+    """
+
+    max_batches: int = Field(default=10, ge=1)
+    min_spread: float = Field(default=0.0, ge=0.0)
+
+
 class Rounds(Frozen):
     """The loop: generate, score, estimate, update, `count` times."""
 
@@ -28,6 +40,7 @@ class Rounds(Frozen):
     prompts_per_shard: int = Field(
         default=64, ge=1, description="prompts per rollout file: the most that a crash can cost"
     )
+    dynamic_sampling: DynamicSampling | None = None
     snapshot_every: int = Field(
         default=5, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
     )
@@ -123,6 +136,11 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"rounds.group_size: {algorithm.name} needs at least {algorithm.MIN_GROUP_SIZE} rollouts per prompt, "
                 f"found {rounds.group_size}"
+            )
+        if rounds.dynamic_sampling is not None and algorithm.MIN_GROUP_SIZE < 2:
+            raise ValueError(
+                f"rounds.dynamic_sampling: expected a method that compares the rollouts of a group, found "
+                f"{algorithm.name}, which learns from groups of equal rewards as well; leave it out"
             )
         if algorithm.max_completion_tokens not in (None, self.sampling.max_completion_tokens):
             raise ValueError(

@@ -105,7 +105,11 @@ def _rollouts(config: RunConfig, *, left: int, done: frozenset[str], until: str)
     prompt, completion = config.data.max_prompt_tokens, config.sampling.max_completion_tokens
     row = 200 + 8 * prompt + 12 * completion  # ids, logprobs, and the text
     rounds, evaluation = config.rounds, config.evaluation
-    per_round = rounds.prompts_per_round * rounds.group_size * (row + 200 + 24 * completion) + 5 * _ARTIFACT_BYTES
+    dynamic = rounds.dynamic_sampling
+    batches = dynamic.max_batches if dynamic is not None else 1
+    copies = batches + (1 if dynamic is not None else 0)  # what is selected is written once more
+    per_rollout = copies * (row + 200) + 24 * completion
+    per_round = rounds.prompts_per_round * rounds.group_size * per_rollout + (3 * copies + 2) * _ARTIFACT_BYTES
     evaluations = -(-left // evaluation.every) + 1 if left else 0
     total = left * per_round + evaluations * (evaluation.prompts * row + 3 * _ARTIFACT_BYTES)
     samples = config.data.preferences

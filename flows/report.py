@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from prefect.artifacts import (
@@ -139,7 +140,7 @@ class Report:
         percent = 100.0 * (index + 1) / count
         table = [shown_row(row) for row in self.rows]
         create_table_artifact(table=table, key="rounds", description=f"Rounds of run {self.run.name}")
-        rollouts = result.rollouts.path / "rollouts-00000.arrow"
+        rollouts = result.sampling.rollouts.path / "rollouts-00000.arrow"
         create_link_artifact(
             link=rollouts.as_uri(),
             key=f"round-{index:03d}-rollouts",
@@ -188,8 +189,9 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
     """One line of the table.
 
     held_out: the evaluation's metric (gold). proxy: the reward model on the same completions, where it is measured.
-    reward: mean over the training rollouts. kl: to the reference, per token, nats. tokens: mean completion length.
-    seconds: in the round's five stages. waiting: between them, orchestration and commits, in this start of the run.
+    reward: mean over all rollouts of the round, trained on or not. kl: to the reference, per token, nats. tokens: mean
+    completion length. seconds: in the round's stages. waiting: between them, orchestration and commits, in this start
+    of the run. With dynamic sampling also batches, and dropped: the share of groups without a signal.
     """
     row: Row = {"round": index}
     if evaluation is not None:
@@ -199,18 +201,23 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
             if isinstance(source, RewardModelSource):
                 row["proxy"] = evaluation.metrics[f"{source.name}_mean"]
     if result is not None:
-        tasks = (result.rollouts, result.rewards, result.logprobs, result.advantages, result.update)
+        sampling = result.sampling
+        tasks = (*sampling.outcomes, result.logprobs, result.advantages, result.update)
+        sampled = [batch.rollouts for batch in sampling.batches]
         row |= {
-            "reward": result.rewards.metrics["total_mean"],
+            "reward": fmean(batch.rewards.metrics["total_mean"] for batch in sampling.batches),
             "kl": result.advantages.metrics.get("kl_to_ref_mean"),
             "entropy": result.update.metrics["entropy"],
             "clip": result.update.metrics["clip_fraction"],
             "tokens": result.advantages.metrics["completion_tokens_mean"],
-            "gen_tok/s": result.rollouts.metrics["generated_tokens"] / result.rollouts.seconds,
+            "gen_tok/s": sum(o.metrics["generated_tokens"] for o in sampled) / sum(o.seconds for o in sampled),
             "train_tok/s": result.update.metrics["completion_tokens"] / result.update.seconds,
             "seconds": sum(task.seconds for task in tasks),
             "waiting": sum(task.costs.waiting_seconds + task.costs.commit_seconds for task in tasks),
         }
+        if sampling.selections:
+            figures = sampling.selections[-1].metrics
+            row |= {"batches": figures["batches"], "dropped": figures["dropped_group_fraction"]}
     return row
 
 

@@ -22,8 +22,12 @@ def generate_rollouts(
     num_prompts: int,
     group_size: int,
     round_index: int | None = None,
+    batch: int = 0,
 ) -> Outcome:
-    """Sample completions of a batch of prompts. Evaluation is greedy; the rest follows `sampling`."""
+    """Sample completions of a batch of prompts. Evaluation is greedy; the rest follows `sampling`.
+
+    batch: from 1 on, a refill of the round.
+    """
     config = run.config
     job = GenerateRollouts(
         store=run.store,
@@ -35,6 +39,7 @@ def generate_rollouts(
             round_index=-1 if round_index is None else round_index,
             split=split,
             window=round_index or 0,
+            batch=batch,
             num_prompts=num_prompts,
             group_size=group_size,
             prompts_per_shard=config.rounds.prompts_per_shard,

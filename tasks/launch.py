@@ -212,6 +212,7 @@ def _shown(outcome: Outcome) -> str:
         "train_reward_model": ("held_out_accuracy", "calibration_error"),
         "generate_rollouts": ("generated_tokens",),
         "score_rollouts": ("total_mean",),
+        "select_rollouts": ("groups_selected", "dropped_group_fraction"),
         "compute_logprobs": ("logprob_difference_max",),
         "estimate_advantages": ("kl_to_ref_mean",),
         "update_policy": ("policy_loss", "clip_fraction", "entropy"),

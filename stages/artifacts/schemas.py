@@ -84,6 +84,19 @@ REWARDS = _schema(
 )
 """Rewards in long form: a row per rollout and source."""
 
+GROUPS = _schema(
+    "groups",
+    1,
+    [
+        ("prompt_id", pa.string(), "the group's prompt"),
+        ("batch", pa.int32(), "in which the round sampled it: 0, then the refills"),
+        ("lowest", pa.float32(), "least total reward of the group"),
+        ("highest", pa.float32(), "greatest total reward of the group"),
+        ("fate", pa.dictionary(pa.int8(), pa.string()), "selected, no_signal or not_needed"),
+    ],
+)
+"""What dynamic sampling made of each group of a round."""
+
 LOGPROBS = _schema(
     "logprobs",
     1,
@@ -146,6 +159,7 @@ ALL: dict[str, pa.Schema] = {
     "pairs": PAIRS,
     "rollouts": ROLLOUTS,
     "rewards": REWARDS,
+    "groups": GROUPS,
     "logprobs": LOGPROBS,
     "advantages": ADVANTAGES,
     "metrics": METRICS,

@@ -23,7 +23,8 @@ class Parameters(Frozen):
     """Which prompts, how many completions of each, and how they are sampled.
 
     split: part of the data, in an order shuffled anew each epoch from the run's seed. num_prompts, window: the
-    window-th batch of that many; an epoch's remainder is skipped, so that no prompt comes twice in a batch.
+    window-th batch of that many; an epoch's remainder is skipped, so that no prompt comes twice in a batch. batch:
+    0, or the how-manieth refill of the window, of prompts that it has not had.
     purpose: part of the sampling seeds. temperature 0 is greedy.
     """
 
@@ -31,6 +32,7 @@ class Parameters(Frozen):
     round_index: int
     split: Literal["train", "held_out"]
     window: int = Field(ge=0)
+    batch: int = Field(default=0, ge=0)
     num_prompts: int = Field(ge=1)
     group_size: int = Field(ge=1)
     prompts_per_shard: int = Field(ge=1)

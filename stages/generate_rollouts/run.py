@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from stages.artifacts.shards import adopt, read_table, read_tables, seal, write_
 from stages.artifacts.store import earlier_attempts, open_artifact
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts
+from stages.generate_rollouts.prompts import batch_indices
 from stages.program import Context, Metrics
 
 Row = dict[str, Any]
@@ -59,7 +59,7 @@ def _tokens(shard: Path) -> int:
 
 
 def _select_prompts(job: GenerateRollouts, context: Context) -> list[Row]:
-    """The job's prompts: the window-th batch of an order shuffled anew each epoch, in canonical order.
+    """The job's prompts, in canonical order: stages/generate_rollouts/prompts.py says which.
 
     The prompts stay in memory as Arrow, in canonical order, from job to job; only the batch becomes Python objects.
     Raises InputError if the training part holds fewer prompts than a batch.
@@ -78,11 +78,15 @@ def _select_prompts(job: GenerateRollouts, context: Context) -> list[Row]:
                 f"found {count}"
             )
         count = len(prompts)
-    per_epoch = len(prompts) // count
-    epoch, slot = divmod(parameters.window, per_epoch)
-    order = list(range(len(prompts)))
-    random.Random(seed_at(job.seed, "prompt_order", parameters.split, epoch)).shuffle(order)
-    rows: list[Row] = prompts.take(sorted(order[slot * count : (slot + 1) * count])).to_pylist()
+    indices = batch_indices(
+        len(prompts),
+        count=count,
+        window=parameters.window,
+        batch=parameters.batch,
+        split=parameters.split,
+        seed=job.seed,
+    )
+    rows: list[Row] = prompts.take(indices).to_pylist()
     return rows
 
 

@@ -40,6 +40,7 @@ from stages.job import Compute, Job
 from stages.label_preferences import job as label_preferences
 from stages.prepare_datasets import job as prepare_datasets
 from stages.score_rollouts import job as score_rollouts
+from stages.select_rollouts import job as select_rollouts
 from stages.snapshot_trainer import job as snapshot_trainer
 from stages.train_reward_model import job as train_reward_model
 from stages.train_sft import job as train_sft
@@ -123,6 +124,11 @@ def examples() -> Iterator[Job]:
         parameters=score_rollouts.Parameters(
             sources=SOURCES, code={"mine": "d" * 64}, dtype="float32", max_tokens_per_microbatch=64
         ),
+    )
+    yield select_rollouts.SelectRollouts(
+        **common,
+        inputs=select_rollouts.Inputs(rollouts=(REF, REF), rewards=(REF, REF)),
+        parameters=select_rollouts.Parameters(round_index=1, num_groups=8, group_size=4, min_spread=0.5, is_last=False),
     )
     yield evaluate_policy.EvaluatePolicy(
         **common,
