@@ -18,6 +18,8 @@ from configs.conventions import (
     KlPlacement,
     MismatchForm,
     MismatchLevel,
+    RewardPlacement,
+    Scope,
     Singleton,
     WhiteningRule,
 )
@@ -121,7 +123,13 @@ class Ppo(_Shared):
     kl_placement: KlPlacement = "reward"
     discount: float = Field(default=1.0, gt=0.0, le=1.0)
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    reward_placement: RewardPlacement = Field(
+        default="last_token", description="first_pad: after the end, where the critic is read and trained as well"
+    )
     whiten_advantages: bool = True
+    whitening_scope: Scope = Field(
+        default="round", description="rank: each trainer rank's share of the round by itself"
+    )
     whitening: WhiteningRule = WhiteningRule()
     value_clip: float | None = Field(default=0.2, gt=0.0)
     critic_optimizer: RoundOptimizer = Optimizer(learning_rate=3e-4)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from configs.algorithms import Ppo
+from configs.algorithms import Algorithm, Ppo
 from stages.artifacts import schemas
 from stages.artifacts.errors import GateError
 from stages.artifacts.seeds import seed_at
@@ -67,19 +67,23 @@ def joined_rows(job: UpdatePolicy) -> list[Row]:
         tables["rollouts"][key] | tables["logprobs"][key] | tables["advantages"][key]
         for key in sorted(tables["rollouts"])
     ]
-    _refuse_unusable(rows, num_minibatches=job.parameters.settings.algorithm.num_minibatches)
+    _refuse_unusable(rows, job.parameters.settings.algorithm)
     return rows
 
 
-def _refuse_unusable(rows: list[Row], *, num_minibatches: int) -> None:
+def _refuse_unusable(rows: list[Row], algorithm: Algorithm) -> None:
     """Gate: rows enough for every optimizer step, and a finite number per completion token in each column."""
-    if len(rows) < num_minibatches:
-        raise GateError(f"expected at least {num_minibatches} rollouts, one per minibatch, found {len(rows)}")
+    if len(rows) < algorithm.num_minibatches:
+        raise GateError(f"expected at least {algorithm.num_minibatches} rollouts, one per minibatch, found {len(rows)}")
+    after_end = 1 if isinstance(algorithm, Ppo) and algorithm.reward_placement == "first_pad" else 0
+    longer = {"values": (after_end,), "returns": (0, after_end)}
     for row in rows:
+        tokens = len(row["completion_ids"])
         for name in _COLUMNS:
-            values, expected = row[name], len(row["completion_ids"])
-            if len(values) not in (expected, 0 if name in _OPTIONAL else expected):
-                raise GateError(f"{_key(row)}: expected {expected} {name}, one per token, found {len(values)}")
+            values = row[name]
+            allowed = {tokens + more for more in longer.get(name, (0,))} | ({0} if name in _OPTIONAL else set())
+            if len(values) not in allowed:
+                raise GateError(f"{_key(row)}: expected {tokens} {name}, one per token, found {len(values)}")
             for value in values:
                 if not math.isfinite(value):
                     raise GateError(f"{_key(row)}: expected finite {name}, found {value}; no optimizer step was made")
@@ -137,12 +141,20 @@ class _Step:
     def make(self) -> dict[str, float]:
         trainer, algorithm = self.trainer, self.job.parameters.settings.algorithm
         lengths = torch.tensor([len(row["completion_ids"]) for row in self.rows])
+        included_B = torch.tensor([not self._is_left_out(row) for row in self.rows])
         self.weights = token_weights(
             lengths,
             aggregation=algorithm.aggregation,
             horizon_tokens=algorithm.max_completion_tokens,
-            included_B=torch.tensor([not self._is_left_out(row) for row in self.rows]),
+            included_B=included_B,
         )
+        if trainer.critic is not None:
+            self.value_weights = token_weights(
+                torch.tensor([len(row["returns"]) for row in self.rows]),
+                aggregation=algorithm.aggregation,
+                horizon_tokens=algorithm.max_completion_tokens,
+                included_B=included_B,
+            )
         batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD)
         coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
         torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
@@ -157,8 +169,10 @@ class _Step:
             )
         names = sorted(self.sums)
         totals = dict(zip(names, sum_over_ranks([self.sums[name] for name in names]), strict=True))
-        tokens = totals.pop("tokens")
+        tokens, values = totals.pop("tokens"), totals.pop("values", 0.0)
         means = {n: t if n.endswith("_loss") else t / tokens for n, t in totals.items()}
+        if values:
+            means["value_clip_fraction"] = totals["value_clip_fraction"] / values
         if algorithm.max_kl_to_old is not None and not means["kl_to_old"] <= algorithm.max_kl_to_old:
             raise GateError(
                 f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and that of the "
@@ -240,12 +254,25 @@ class _Step:
     def _value_loss(self, microbatch: Microbatch) -> torch.Tensor:
         algorithm = self.job.parameters.settings.algorithm
         assert isinstance(algorithm, Ppo)
-        batch = self.trainer.batch(self.rows, microbatch)
-        values, returns = self._columns(microbatch, "values", "returns")
+        batch = self.trainer.value_batch(self.rows, microbatch)
+        (values,) = self._columns(microbatch, "values")
+        counted = [len(self.rows[i]["returns"]) for i in microbatch.rows]
+        gaps = [read - count for read, count in zip(batch.lengths, counted, strict=True)]
+        returns = self._padded([self.rows[i]["returns"] for i in microbatch.rows], gaps)
+        real = 0.0 if microbatch.is_filler else 1.0
+        each = (real * self.value_weights[list(microbatch.rows)]).tolist()
+        weights = self._padded([[w] * count for w, count in zip(each, counted, strict=True)], gaps)
+        counts = self._padded([[real] * count for count in counted], gaps)
         clip = value_loss_clip(
             self.trainer.values(batch), values=values, returns=returns, value_clip=algorithm.value_clip
         )
-        loss: torch.Tensor = (self._weights(microbatch, batch.lengths) * clip.loss).sum()
-        real = 0.0 if microbatch.is_filler else 1.0
-        self._add(value_loss=loss.detach(), value_clip_fraction=clip.clipped.float().sum() * real)
+        loss: torch.Tensor = (weights * clip.loss).sum()
+        self._add(
+            values=counts.sum(), value_loss=loss.detach(), value_clip_fraction=(counts * clip.clipped.float()).sum()
+        )
         return loss
+
+    def _padded(self, rows: list[list[float]], gaps: list[int]) -> torch.Tensor:
+        """Rows of numbers after one another, each followed by its gap of zeros: flat, float32."""
+        numbers = [x for row, gap in zip(rows, gaps, strict=True) for x in (*row, *([0.0] * gap))]
+        return torch.tensor(numbers, dtype=torch.float32, device=self.trainer.device)

@@ -18,7 +18,7 @@ from stages.engines.deepspeed_engine import TrainingEngine
 from stages.engines.devices import open_device
 from stages.job import Job
 from stages.models.adapters import add_adapters, merged_state
-from stages.models.batches import Microbatch, TokenBatch, rollout_cost
+from stages.models.batches import Microbatch, TokenBatch, ValueBatch, rollout_cost
 from stages.models.language import TokenLogprobs, export_policy, load_policy, write_model
 from stages.models.scalar import TokenScores, load_scalar_model
 from stages.models.work import deal
@@ -111,7 +111,7 @@ class Trainer:
         passes: that policy and critic make over them; others: further models that do.
         """
         return deal(
-            [rollout_cost(row) for row in rows],
+            [rollout_cost(row, after_end=self.reads_after_end) for row in rows],
             max_tokens=self.settings.trainer.max_tokens_per_microbatch,
             rank=context.rank,
             world_size=context.world_size,
@@ -127,8 +127,21 @@ class Trainer:
             [row["prompt_ids"] for row in picked], [row["completion_ids"] for row in picked], device=self.device
         )
 
-    def values(self, batch: TokenBatch) -> torch.Tensor:
-        """Critic outputs before each completion token: values_M."""
+    @property
+    def reads_after_end(self) -> bool:
+        """Whether the critic is read after the last token too, because the reward lies there."""
+        algorithm = self.settings.algorithm
+        return isinstance(algorithm, Ppo) and algorithm.reward_placement == "first_pad"
+
+    def value_batch(self, rows: Rows, microbatch: Microbatch) -> ValueBatch:
+        """Where the critic is read in one microbatch."""
+        if self.reads_after_end:
+            return ValueBatch.after_end([rows[index] for index in microbatch.rows], device=self.device)
+        batch = self.batch(rows, microbatch)
+        return ValueBatch(batch.packed, batch.select_M, batch.lengths)
+
+    def values(self, batch: ValueBatch) -> torch.Tensor:
+        """Critic outputs at the places of a batch: values_M."""
         assert self.critic is not None, "only ppo has a critic"
         values_M: torch.Tensor = self.critic(batch.packed, batch.select_M)
         return values_M

@@ -104,7 +104,11 @@ LOGPROBS = _schema(
         *_KEY,
         ("old_logprobs", _FLOATS, "of completion_ids, by the trainer at the round's start; nats"),
         ("ref_logprobs", _FLOATS, "by the frozen reference; empty lists where no KL is asked for"),
-        ("values", _FLOATS, "critic output before each completion token; empty lists without a critic"),
+        (
+            "values",
+            _FLOATS,
+            "critic output before each completion token (first_pad: and after the last); empty without a critic",
+        ),
     ],
 )
 """What the trainer's models say of the rollouts before the update."""
@@ -114,9 +118,13 @@ ADVANTAGES = _schema(
     1,
     [
         *_KEY,
-        ("token_rewards", _FLOATS, "per completion token, KL shaping included where it is placed there"),
+        (
+            "token_rewards",
+            _FLOATS,
+            "per completion token (first_pad: and after the last, where room is left), KL shaping included",
+        ),
         ("advantages", _FLOATS, "per completion token, as the loss takes them"),
-        ("returns", _FLOATS, "value targets per completion token; empty lists without a critic"),
+        ("returns", _FLOATS, "value targets, as many as token_rewards; empty lists without a critic"),
     ],
 )
 """Credit per completion token."""

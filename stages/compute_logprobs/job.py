@@ -35,7 +35,7 @@ class ComputeLogprobs(Job):
     """Writes logprobs-00000.arrow. Gate: generator and trainer agree on every rollout of this round."""
 
     STAGE: ClassVar[str] = "compute_logprobs"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
     inputs: Inputs
     parameters: Parameters

@@ -74,9 +74,10 @@ def _forward(
         columns = {"old_logprobs": trainer.policy(*inputs)[0]}
         if reference is not None:
             columns["ref_logprobs"] = reference(*inputs)[0]
-        if trainer.critic is not None:
-            columns["values"] = trainer.values(batch)
         pieces = {name: tensor.float().cpu().split(batch.lengths) for name, tensor in columns.items()}
+        if trainer.critic is not None:
+            read = trainer.value_batch(rows, microbatch)
+            pieces["values"] = torch.split(trainer.values(read).float().cpu(), list(read.lengths))
         for place, index in enumerate(() if microbatch.is_filler else microbatch.rows):
             row = rows[index]
             result = {"prompt_id": row["prompt_id"], "sample_index": row["sample_index"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,11 @@ from stages.rl.whitening import Whitening
 
 @dataclass(frozen=True)
 class RoundBatch:
-    """One round in canonical order, right-padded. ref_logprobs_BT, values_BT: None where they were not computed."""
+    """One round in canonical order, right-padded. ref_logprobs_BT, values_BT: None where they were not computed.
+
+    group_B: numbered from 0, in canonical order. values_BT: at the first padding, the value after the end, where the
+    reward lies there.
+    """
 
     keys: list[tuple[str, int]]
     lengths: list[int]
@@ -47,25 +51,17 @@ class RoundBatch:
     values_BT: Tensor | None
 
 
-def estimate(batch: RoundBatch, *, algorithm: Algorithm, kl_coef: float) -> Credit:
-    """Credit by the method of `algorithm`. Raises GateError where what it needs was not computed."""
+def estimate(batch: RoundBatch, *, algorithm: Algorithm, kl_coef: float, ranks: int = 1) -> Credit:
+    """Credit by the method of `algorithm`. ranks: into whose shares PPO's whitening may divide the round.
+
+    Raises GateError where what it needs was not computed.
+    """
     mask_BT, group_B = batch.mask_BT, batch.group_B
     kl = _penalty(batch, algorithm=algorithm, kl_coef=kl_coef)
     rewards_B = _rewards(batch, algorithm)
     match algorithm:
         case Ppo():
-            if batch.values_BT is None:
-                raise GateError("values: expected them, because ppo has a critic; found empty lists")
-            return ppo_credit(
-                rewards_B,
-                mask_BT=mask_BT,
-                values_BT=batch.values_BT,
-                kl=kl,
-                discount=algorithm.discount,
-                gae_lambda=algorithm.gae_lambda,
-                whitening=Whitening(**asdict(algorithm.whitening)) if algorithm.whiten_advantages else None,
-                reward_clip=algorithm.reward_clip,
-            )
+            return _ppo(batch, rewards_B, kl, algorithm=algorithm, ranks=ranks)
         case Grpo() | DrGrpo() | Dapo() | Gspo() | Cispo():
             return group_credit(
                 rewards_B,
@@ -95,6 +91,61 @@ def estimate(batch: RoundBatch, *, algorithm: Algorithm, kl_coef: float) -> Cred
                 clipped_B, group_B=group_B, mask_BT=mask_BT, whitening=Whitening(**asdict(algorithm.whitening))
             )
             return Credit(shape(clipped_B, mask_BT=mask_BT, kl=None), advantages_BT)
+
+
+def shares(batch: RoundBatch, *, ranks: int) -> list[Tensor]:
+    """The rollouts of each of `ranks` ranks, as indices: every ranks-th prompt, in canonical order; none is empty.
+
+    A project that whitens by rank has each rank sample prompts of its own. Here the ranks train on one round together,
+    so which prompts are whose is a choice; this one depends on the round alone.
+    """
+    return [rows for rank in range(ranks) if len(rows := (batch.group_B % ranks == rank).nonzero().flatten())]
+
+
+def num_rewarded(batch: RoundBatch, *, algorithm: Algorithm, ranks: int) -> list[int]:
+    """How many positions of each rollout have token rewards and returns.
+
+    Its tokens; with first_pad one more, unless the rollout is as long as the longest of its share.
+    """
+    found = list(batch.lengths)
+    if isinstance(algorithm, Ppo) and algorithm.reward_placement == "first_pad":
+        for rows in shares(batch, ranks=ranks):
+            width = max(batch.lengths[b] for b in rows.tolist())
+            for b in rows.tolist():
+                found[b] = min(batch.lengths[b] + 1, width)
+    return found
+
+
+def _ppo(batch: RoundBatch, rewards_B: Tensor, kl: KlPenalty | None, *, algorithm: Ppo, ranks: int) -> Credit:
+    """PPO of each share by itself, as wide as its longest completion."""
+    if batch.values_BT is None:
+        raise GateError("values: expected them, because ppo has a critic; found empty lists")
+    whole = [torch.zeros_like(batch.values_BT) for _ in range(3)]
+    for rows in shares(batch, ranks=ranks):
+        width = max(batch.lengths[b] for b in rows.tolist())
+        credit = ppo_credit(
+            rewards_B[rows],
+            mask_BT=batch.mask_BT[rows, :width],
+            values_BT=batch.values_BT[rows, :width],
+            kl=None
+            if kl is None
+            else replace(
+                kl,
+                old_logprobs_BT=kl.old_logprobs_BT[rows, :width],
+                ref_logprobs_BT=kl.ref_logprobs_BT[rows, :width],
+            ),
+            discount=algorithm.discount,
+            gae_lambda=algorithm.gae_lambda,
+            whitening=Whitening(**asdict(algorithm.whitening)) if algorithm.whiten_advantages else None,
+            reward_clip=algorithm.reward_clip,
+            reward_placement=algorithm.reward_placement,
+        )
+        assert credit.returns_BT is not None, "ppo has value targets"
+        for x_BT, part_BT in zip(
+            whole, (credit.token_rewards_BT, credit.advantages_BT, credit.returns_BT), strict=True
+        ):
+            x_BT[rows, :width] = part_BT
+    return Credit(*whole)
 
 
 def _rewards(batch: RoundBatch, algorithm: Algorithm) -> Tensor:

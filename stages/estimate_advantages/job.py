@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field
+
 from configs.algorithms import Algorithm
 from configs.base import Frozen
 from stages.artifacts.reference import ArtifactRef
@@ -21,15 +23,16 @@ class Inputs(Frozen):
 
 
 class Parameters(Frozen):
-    """algorithm: which estimator, and its numbers."""
+    """algorithm: which estimator, and its numbers. ranks: the shares of the round, where each is whitened by itself."""
 
     algorithm: Algorithm
+    ranks: int = Field(default=1, ge=1)
 
 
 class EstimateAdvantages(Job):
     """Writes advantages-00000.arrow."""
 
     STAGE: ClassVar[str] = "estimate_advantages"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     inputs: Inputs
     parameters: Parameters

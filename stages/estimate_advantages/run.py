@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.algorithms import Ppo
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import GateError, InputError
@@ -17,7 +18,7 @@ from stages.artifacts.schemas import ADVANTAGES, LOGPROBS, REWARDS, ROLLOUTS
 from stages.artifacts.shards import by_key, read_rows, same_keys, write_table
 from stages.artifacts.store import open_artifact
 from stages.engines.devices import open_device
-from stages.estimate_advantages.credit import RoundBatch, estimate
+from stages.estimate_advantages.credit import RoundBatch, estimate, num_rewarded
 from stages.estimate_advantages.job import EstimateAdvantages
 from stages.program import Context
 from stages.rl.advantages import group_advantages
@@ -33,11 +34,11 @@ def run(job: EstimateAdvantages, context: Context) -> dict[str, float]:
     if context.rank != 0:
         return {}
     open_device(job.compute)
-    algorithm = job.parameters.algorithm
+    algorithm, ranks = job.parameters.algorithm, job.parameters.ranks
     batch = _read(job)
     kl_coef = _kl_coef(job)
-    credit = estimate(batch, algorithm=algorithm, kl_coef=kl_coef)
-    _write(batch, credit, context=context)
+    credit = estimate(batch, algorithm=algorithm, kl_coef=kl_coef, ranks=ranks)
+    _write(batch, credit, rewarded=num_rewarded(batch, algorithm=algorithm, ranks=ranks), context=context)
     return _metrics(batch, credit) | {"kl_coef": kl_coef}
 
 
@@ -73,9 +74,11 @@ def _read(job: EstimateAdvantages) -> RoundBatch:
         if length == 0:
             raise GateError(f"rollout {_name(key)}: expected at least one completion token, found none")
         refuse_infinite([rewards[key]["reward"]], key=key, column="reward")
+    algorithm = job.parameters.algorithm
+    after_end = 1 if isinstance(algorithm, Ppo) and algorithm.reward_placement == "first_pad" else 0
     columns = {
-        name: _column([logprobs[key][name] for key in keys], name=name, keys=keys, lengths=lengths)
-        for name in ("old_logprobs", "ref_logprobs", "values")
+        name: _column([logprobs[key][name] for key in keys], name=name, keys=keys, lengths=lengths, after_end=more)
+        for name, more in (("old_logprobs", 0), ("ref_logprobs", 0), ("values", after_end))
     }
     if columns["old_logprobs"] is None:
         raise GateError("old_logprobs: expected one per completion token, found empty lists")
@@ -92,16 +95,23 @@ def _read(job: EstimateAdvantages) -> RoundBatch:
     )
 
 
-def _column(lists: list[list[float]], *, name: str, keys: list[tuple[str, int]], lengths: list[int]) -> Tensor | None:
-    """Right-pad one list column with zeros: [B, T]. None if every list is empty."""
+def _column(
+    lists: list[list[float]], *, name: str, keys: list[tuple[str, int]], lengths: list[int], after_end: int = 0
+) -> Tensor | None:
+    """Right-pad one list column with zeros: [B, T]. None if every list is empty.
+
+    after_end: how many numbers follow those of the tokens; what reaches beyond the longest completion is left out.
+    """
     if not any(lists):
         return None
     padded_BT = torch.zeros(len(lists), max(lengths), dtype=torch.float64)
     for row, (values, key, length) in enumerate(zip(lists, keys, lengths, strict=True)):
-        if len(values) != length:
-            raise GateError(f"rollout {_name(key)}: expected {length} {name}, one per token, found {len(values)}")
+        if len(values) != length + after_end:
+            what = "one per token and one after the last" if after_end else "one per token"
+            raise GateError(f"rollout {_name(key)}: expected {length + after_end} {name}, {what}, found {len(values)}")
         refuse_infinite(values, key=key, column=name)
-        padded_BT[row, :length] = torch.tensor(values, dtype=torch.float64)
+        kept = values[: max(lengths)]
+        padded_BT[row, : len(kept)] = torch.tensor(kept, dtype=torch.float64)
     return padded_BT
 
 
@@ -129,18 +139,18 @@ def _name(key: tuple[str, int]) -> str:
     return f"prompt_id {key[0]}, sample_index {key[1]}"
 
 
-def _write(batch: RoundBatch, credit: Credit, *, context: Context) -> None:
+def _write(batch: RoundBatch, credit: Credit, *, rewarded: list[int], context: Context) -> None:
     """Refuse what is not finite in float32, as which it is stored, and write the file."""
     tensors = {
-        "token_rewards": credit.token_rewards_BT,
-        "advantages": credit.advantages_BT,
-        "returns": credit.returns_BT,
+        "token_rewards": (credit.token_rewards_BT, rewarded),
+        "advantages": (credit.advantages_BT, batch.lengths),
+        "returns": (credit.returns_BT, rewarded),
     }
     rows = []
-    for i, (key, length) in enumerate(zip(batch.keys, batch.lengths, strict=True)):
+    for i, key in enumerate(batch.keys):
         row: dict[str, Any] = {"prompt_id": key[0], "sample_index": key[1]}
-        for column, x_BT in tensors.items():
-            row[column] = [] if x_BT is None else x_BT[i, :length].float().tolist()
+        for column, (x_BT, lengths) in tensors.items():
+            row[column] = [] if x_BT is None else x_BT[i, : lengths[i]].float().tolist()
             refuse_infinite(row[column], key=key, column=column)
         rows.append(row)
     write_table(layout.shard(context.out, "advantages", 0), rows, ADVANTAGES)

@@ -150,7 +150,27 @@ class TokenBatch:
         )
 
 
-def rollout_cost(row: Mapping[str, Any]) -> Cost:
-    """What a row with prompt_ids and completion_ids costs as part of a TokenBatch."""
+@dataclass(frozen=True)
+class ValueBatch:
+    """Where a critic is read: before each completion token and, if asked for, after the last.
+
+    select_M: those places of `packed`, row after row; long. lengths: places per row.
+    """
+
+    packed: Packed
+    select_M: torch.Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def after_end(cls, rows: Sequence[Mapping[str, Any]], *, device: torch.device) -> ValueBatch:
+        """Whole completions, read once more at the last token: one place more than there are tokens."""
+        packed = pack([(row["prompt_ids"], row["completion_ids"]) for row in rows], device=device)
+        select = [place for row in packed.places for place in row.predicting]
+        select_M = torch.tensor(select, dtype=torch.long, device=device)
+        return cls(packed, select_M, tuple(len(row["completion_ids"]) + 1 for row in rows))
+
+
+def rollout_cost(row: Mapping[str, Any], *, after_end: bool = False) -> Cost:
+    """What a row with prompt_ids and completion_ids costs as part of a TokenBatch, or of a ValueBatch.after_end."""
     prompt = tuple(row["prompt_ids"])
-    return Cost(own=len(row["completion_ids"]) - 1, shared=len(prompt), prompt=prompt)
+    return Cost(own=len(row["completion_ids"]) - (0 if after_end else 1), shared=len(prompt), prompt=prompt)

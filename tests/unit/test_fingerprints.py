@@ -196,6 +196,8 @@ WORDS = (
     "biased",
     "maximum",
     "raw",
+    "rank",
+    "first_pad",
     "bfloat16",
     "evaluation",
     "held_out",
