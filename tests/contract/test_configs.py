@@ -213,6 +213,16 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
         ["rewards=[{kind: function, function: 'os:system(1)'}]"],
         ["rewards.0.function.function", "module:function", "'os:system(1)'"],
     ),
+    (
+        "dynamic sampling without groups",
+        ["algorithm={name: reinforce_pp}", "rounds.dynamic_sampling={}"],
+        ["rounds.dynamic_sampling", "compares the rollouts of a group", "found reinforce_pp"],
+    ),
+    (
+        "dynamic sampling of nothing",
+        ["rounds.dynamic_sampling={max_batches: 0}"],
+        ["rounds.dynamic_sampling.max_batches", "greater than or equal to 1", "0"],
+    ),
     ("grpo without groups", ["rounds.group_size=1"], ["rounds.group_size", "at least 2", "found 1"]),
     (
         "more minibatches than rollouts",

@@ -108,6 +108,9 @@ def test_the_estimate_moves_with_what_it_is_made_of() -> None:
     assert total(rounds__count=50, rounds__prompts_per_round=64) > usual
     assert total(rounds__count=50, model__dtype="bfloat16") < usual
     assert total(rounds__count=50, model__lora={"rank": 2}) < usual
+    groups: dict[str, Any] = {"rounds__count": 50, "rounds__group_size": 2, "algorithm": {"name": "grpo"}}
+    copied, refilled = (total(**groups, rounds__dynamic_sampling={"max_batches": most}) for most in (1, 4))
+    assert total(**groups) < copied < refilled
     many = {f"round-{n:03d}-update_policy" for n in range(49)}
     started = estimate_run(config(rounds__count=50), done=frozenset({"prepare_datasets", "train_sft", *many}))
     assert started is not None and started.total < usual / 5 and started.data == 0

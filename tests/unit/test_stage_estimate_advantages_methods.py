@@ -109,7 +109,7 @@ def test_reinforce_pp_baseline_whitens_what_the_group_leaves(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["openrlhf", "verl"])
 def test_a_round_under_anothers_convention_is_that_projects(tmp_path: Path, name: str) -> None:
-    """TRL's alone is not: its reward lies where a critic would have to look once more."""
+    """TRL's values reach one further: test_stage_estimate_advantages_conventions.py has it, and the other three."""
     ppo = {"openrlhf": rl_peers.openrlhf_ppo, "verl": rl_peers.verl_ppo}[name](case())
     grpo = {"openrlhf": rl_peers.openrlhf_grpo, "verl": rl_peers.verl_grpo}
     lengths = [len(row["completion_ids"]) for row in a_round()[0]]
