@@ -254,7 +254,12 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     (
         "one GPU for two",
         ["resources.trainer.gpus=[0]", "resources.generator.gpus=[0]"],
-        ["resources", "GPUs [0]", "separate devices"],
+        ["resources", "GPUs [0]", "separate devices", "take_turns"],
+    ),
+    (
+        "turns without ZeRO",
+        ["resources.take_turns=true", "resources.trainer.zero_stage=0"],
+        ["resources", "take_turns needs trainer.zero_stage 1, 2 or 3", "found 0"],
     ),
     (
         "engines without GPUs enough",
