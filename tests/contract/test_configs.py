@@ -17,7 +17,12 @@ from stages.rewards.options import validate_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
-REAL_MODELS = {"llama_8b_8x80gb.yaml", "qwen_7b_2x40gb_lora.yaml", "qwen_7b_2x24gb_lora.yaml"}
+REAL_MODELS = {
+    "llama_8b_8x80gb.yaml",
+    "qwen_7b_1x80gb_lora.yaml",
+    "qwen_7b_2x40gb_lora.yaml",
+    "qwen_7b_2x24gb_lora.yaml",
+}
 
 SMALL: dict[str, Any] = {
     "name": "small",
