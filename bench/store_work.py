@@ -185,8 +185,12 @@ def _memory(before: int) -> Row:
     return {"peak_rss_bytes": float(_largest_memory()), "peak_rss_before_bytes": float(before)}
 
 
-_KINDS: dict[str, Callable[[Path, int], Row]] = {"formats": formats, "many": many, "prepare": prepare} | {
-    f"prepare_{role}": partial(prepare, role=role) for role in ("demonstrations", "preferences")
+_KINDS: dict[str, Callable[[Path, int], Row]] = {
+    "formats": formats,
+    "many": many,
+    "prepare": prepare,
+    "prepare_demonstrations": partial(prepare, role="demonstrations"),
+    "prepare_preferences": partial(prepare, role="preferences"),
 }
 
 if __name__ == "__main__":
