@@ -14,12 +14,12 @@ from stages.prepare_datasets import spool
 from tests.unit.prepare_jobs import files, json_lines, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_BYTES_PER_ROW = 1000
-"""A million rows below a gigabyte; with all rows held as Python objects it was about 5,000."""
+MOST_BYTES_PER_ROW = 1300
+"""Most of it is what stops growing: the tokenizer's sample of texts and one stretch. 1,870 when rows were held."""
 
 
-def test_peak_memory_grows_by_less_than_a_kilobyte_per_row(tmp_path: Path) -> None:
-    few, many = 4_000, 24_000
+def test_peak_memory_does_not_hold_the_rows(tmp_path: Path) -> None:
+    few, many = 4_000, 44_000
     code = (
         "import json; from pathlib import Path; from bench.store_work import prepare; "
         f"place = Path({str(tmp_path)!r}); "
