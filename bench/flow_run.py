@@ -56,10 +56,14 @@ class FlowRun:
                 shutil.copy2(source, store / name)
         return self._run(self.command(store, overrides=overrides), store)
 
-    def _run(self, command: Sequence[str], store: Path) -> Watched:
+    def in_store(self, store: Path, *, log: Path) -> Watched:
+        """What is not done yet of this run, in a store that others may share."""
+        return self._run(self.command(store), store, log=log)
+
+    def _run(self, command: Sequence[str], store: Path, *, log: Path | None = None) -> Watched:
         store.parent.mkdir(parents=True, exist_ok=True)
         env = environment(self.scratch, self.environment)
-        return run_watched(command, cwd=ROOT, env=env, log=store.with_name(f"{store.name}.log"))
+        return run_watched(command, cwd=ROOT, env=env, log=log or store.with_name(f"{store.name}.log"))
 
 
 def environment(scratch: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:

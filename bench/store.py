@@ -26,7 +26,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.store", description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rows", type=int, default=100_000, help="rollouts in each format")
-    parser.add_argument("--many", type=int, default=1_000_000, help="rollouts, and prompts, in bounded memory")
+    parser.add_argument(
+        "--many", type=int, default=1_000_000, help="rollouts, and rows of each role, in bounded memory"
+    )
     parser.add_argument("--scratch", type=Path, help="on the disk that is to be measured")
     parser.add_argument("--out", type=Path, default=Path("bench/results/store.json"))
     asked = parser.parse_args()
@@ -34,7 +36,15 @@ def main() -> int:
     scratch = asked.scratch or Path(tempfile.mkdtemp(prefix="bench-ratchet-"))
     formats = [_work("formats", scratch, asked.rows) for _ in range(asked.repetitions)]
     medians = {name: median([found[name] for found in formats]) for name in formats[0]}
-    many, prepared = _work("many", scratch, asked.many), _work("prepare", scratch, asked.many)
+    many = _work("many", scratch, asked.many)
+    prepared = {
+        role: _work(kind, scratch, asked.many)
+        for role, kind in (
+            ("prompts", "prepare"),
+            ("demonstrations", "prepare_demonstrations"),
+            ("preferences", "prepare_preferences"),
+        )
+    }
     write_result(
         asked.out,
         began=began,
@@ -45,12 +55,13 @@ def main() -> int:
         medians=medians,
         repetitions=formats,
         many_rollouts=many,
-        many_prompts=prepared,
+        many_prepared=prepared,
     )
     for name, value in medians.items():
         print(f"{name:<40}{value:>16.3f}")
     print(f"{asked.many} rollouts written and read verified: peak {many['peak_rss_bytes'] / _GIB:.2f} GiB")
-    print(f"{asked.many} prompts prepared: peak {prepared['peak_rss_bytes'] / _GIB:.2f} GiB")
+    for role, found in prepared.items():
+        print(f"{asked.many} rows of {role} prepared: peak {found['peak_rss_bytes'] / _GIB:.2f} GiB")
     return 0
 
 

@@ -12,11 +12,12 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from configs.models import FromScratch
-from configs.sources import DataConfig, FileSource
+from configs.sources import DataConfig
 from stages.artifacts import layout, store
 from stages.artifacts.schemas import ROLLOUTS
 from stages.artifacts.shards import read_table, write_table
@@ -24,6 +25,7 @@ from stages.job import Job
 
 Row = dict[str, Any]
 ROWS_PER_SHARD = 4096
+_TEXTS = {"prompts": (), "demonstrations": ("completion",), "preferences": ("chosen", "rejected")}
 
 
 class _Rollouts(Job):
@@ -111,18 +113,26 @@ def many(directory: Path, rows: int) -> Row:
     return figures | _memory(before) | {"bytes": float(_bytes(job.ref.path(job.store)))}
 
 
-def prepare(directory: Path, rows: int) -> Row:
-    """prepare_datasets over `rows` distinct prompts from JSON Lines: read, cleaned, tokenised, split, written."""
+def prepare(directory: Path, rows: int, *, role: str = "prompts") -> Row:
+    """prepare_datasets over `rows` distinct rows of a role, from JSON Lines to what it writes."""
     from stages.prepare_datasets import run as program
     from stages.prepare_datasets.digests import source_digests
     from stages.prepare_datasets.job import Parameters, PrepareDatasets
     from stages.program import Context
 
-    source = directory / "prompts.jsonl"
+    directory.mkdir(exist_ok=True)
+    source = directory / f"{role}.jsonl"
     with source.open("w") as file:
         for index in range(rows):
-            file.write(json.dumps({"prompt": f"How many legs have {index} spiders and {index % 97} ants?"}) + "\n")
-    data = DataConfig(prompts=FileSource(path=str(source), columns={"prompt": "prompt"}))
+            legs = f"They have {8 * index} and {6 * (index % 97)}."
+            texts = {"completion": legs, "chosen": legs, "rejected": "That is hard to say."}
+            prompt = f"How many legs have {index} spiders and {index % 97} ants?"
+            file.write(json.dumps({"prompt": prompt} | {name: texts[name] for name in _TEXTS[role]}) + "\n")
+    columns = {name: name for name in ("prompt", *_TEXTS[role])}
+    sources = {"prompts": {"kind": "sort_digits", "rows": 200}} | {
+        role: {"kind": "files", "path": str(source), "columns": columns}
+    }
+    data = DataConfig.model_validate(sources)
     digests = source_digests(data, directory / "digests.json")
     parameters = Parameters(data=data, base=FromScratch(), digests=digests)
     job = PrepareDatasets(store=directory / "store", seed=0, parameters=parameters)
@@ -175,7 +185,13 @@ def _memory(before: int) -> Row:
     return {"peak_rss_bytes": float(_largest_memory()), "peak_rss_before_bytes": float(before)}
 
 
-_KINDS = {"formats": formats, "many": many, "prepare": prepare}
+_KINDS: dict[str, Callable[[Path, int], Row]] = {
+    "formats": formats,
+    "many": many,
+    "prepare": prepare,
+    "prepare_demonstrations": partial(prepare, role="demonstrations"),
+    "prepare_preferences": partial(prepare, role="preferences"),
+}
 
 if __name__ == "__main__":
     kind, place, count = sys.argv[1:]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,38 @@ def record_batches(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> list[pa
     return [pa.RecordBatch.from_pylist(list(rows[at : at + _ROWS_PER_BATCH]), schema=schema) for at in starts]
 
 
-def write_batches(path: Path, batches: Sequence[pa.RecordBatch], schema: pa.Schema) -> None:
+def write_batches(path: Path, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> None:
     """Write record batches as one Arrow file, whole or not at all."""
+    with _batch_writer(path, schema) as write:
+        for batch in batches:
+            write(batch)
+
+
+@contextmanager
+def table_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.Table], None]]:
+    """What takes the rows of one Arrow file, some at a time. Once the context ends the file is there; after an error
+    it is not. It is the same file, bit for bit, however the rows come.
+    """
+    pending = schema.empty_table()
+
+    def batch_of(table: pa.Table) -> pa.RecordBatch:
+        return pa.RecordBatch.from_arrays([pa.concat_arrays(column.chunks) for column in table.columns], schema=schema)
+
+    def add(table: pa.Table) -> None:
+        nonlocal pending
+        pending = pa.concat_tables([pending, table])
+        while pending.num_rows >= _ROWS_PER_BATCH:
+            write(batch_of(pending.slice(0, _ROWS_PER_BATCH)))
+            pending = pending.slice(_ROWS_PER_BATCH)
+
+    with _batch_writer(path, schema) as write:
+        yield add
+        if pending.num_rows:
+            write(batch_of(pending))
+
+
+@contextmanager
+def _batch_writer(path: Path, schema: pa.Schema) -> Iterator[Callable[[pa.RecordBatch], None]]:
     temporary = path.with_name(f".{path.name}.tmp")
     durable.before_operation("write", path)
     with (
@@ -37,8 +68,7 @@ def write_batches(path: Path, batches: Sequence[pa.RecordBatch], schema: pa.Sche
         pa.OSFile(str(temporary), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):
-        for batch in batches:
-            writer.write_batch(batch)
+        yield writer.write_batch
     sync_file(temporary)
     replace(temporary, path)
 

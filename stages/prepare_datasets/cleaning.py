@@ -1,68 +1,58 @@
-"""Records -> clean, encoded rows of one role; what is empty, double or over-long is dropped and counted."""
+"""Records -> clean, encoded rows of one role; what is empty or over-long is dropped and counted."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from configs.sources import DataConfig
 from stages.artifacts.errors import InputError
 from stages.prepare_datasets.dialogues import BadRow
 from stages.prepare_datasets.encoding import Encoder
-from stages.prepare_datasets.records import Placed
+from stages.prepare_datasets.records import Records
 from stages.prepare_datasets.report import Tally
 from stages.prepare_datasets.shapes import NEEDED, Record
 from stages.prepare_datasets.splits import is_held_out, prompt_id_of
+from stages.prepare_datasets.spool import Spool
 
 _ROUND_TRIPS = 256
-
-
-@dataclass(frozen=True)
-class CleanRow:
-    """One row as it is written, and whether the hash of its prompt holds it out."""
-
-    fields: dict[str, Any]
-    held_out: bool
+_ROWS_PER_WORD = 500
 
 
 def clean(
-    records: Sequence[Placed],
+    records: Records,
+    spool: Spool,
     *,
     role: str,
     data: DataConfig,
     encoder: Encoder,
     tally: Tally,
     progress: Callable[[int, int], None],
-) -> list[CleanRow]:
-    """The rows of a role, in canonical order: by prompt_id, then by text.
+) -> None:
+    """Encode the records of a role into its spool, and close it.
 
     Raises InputError if none is left, GateError if the tokenizer does not give a text back.
     """
-    rows: list[CleanRow] = []
-    seen: dict[tuple[str, ...], str] = {}
-    every = max(1, len(records) // _ROUND_TRIPS)
-    for index, placed in enumerate(records):
-        if index % 500 == 0:
-            progress(index, len(records))
+    every = max(1, records.count // _ROUND_TRIPS)
+    for index, placed in enumerate(records.read()):
+        if index % _ROWS_PER_WORD == 0:
+            progress(index, records.count)
         try:
-            row = _encode(placed.record, role=role, data=data, encoder=encoder)
-            _refuse_double(row.fields, role=role, seen=seen)
+            fields = _encode(placed.record, role=role, data=data, encoder=encoder)
         except BadRow as error:
             tally.drop(error.reason, placed.place)
             continue
         if index % every == 0:
-            _check_round_trip(row.fields, encoder, placed.place)
-        rows.append(row)
-    progress(len(records), len(records))
-    tally.kept = len(rows)
-    if not rows:
+            _check_round_trip(fields, encoder, placed.place)
+        held_out = is_held_out(placed.record.prompt.text, fraction=data.held_out_fraction)
+        spool.add(fields, held_out=held_out, place=placed.place)
+    progress(records.count, records.count)
+    if not spool.rows:
         raise InputError(f"data.{role}: expected usable rows, found none of {tally.read}: {tally.reasons()}")
-    texts = ("prompt", *NEEDED[role])
-    return sorted(rows, key=lambda row: (row.fields["prompt_id"], *(row.fields[name] for name in texts)))
+    spool.close(tally)
 
 
-def _encode(record: Record, *, role: str, data: DataConfig, encoder: Encoder) -> CleanRow:
+def _encode(record: Record, *, role: str, data: DataConfig, encoder: Encoder) -> dict[str, Any]:
     if record.prompt.is_empty:
         raise BadRow("empty prompt")
     parts = {name: getattr(record, name) for name in NEEDED[role]}
@@ -79,8 +69,7 @@ def _encode(record: Record, *, role: str, data: DataConfig, encoder: Encoder) ->
         if len(ids[f"{name}_ids"]) > data.max_completion_tokens:
             raise BadRow(f"{name} over max_completion_tokens")
     extra = {"answer": record.answer} if role == "prompts" else {}
-    fields = {"prompt_id": prompt_id_of(prompt), "prompt": prompt, **parts, "prompt_ids": prompt_ids, **ids, **extra}
-    return CleanRow(fields, is_held_out(record.prompt.text, fraction=data.held_out_fraction))
+    return {"prompt_id": prompt_id_of(prompt), "prompt": prompt, **parts, "prompt_ids": prompt_ids, **ids, **extra}
 
 
 def _encode_prompt(record: Record, *, data: DataConfig, encoder: Encoder) -> tuple[str, list[int]]:
@@ -96,14 +85,6 @@ def _encode_prompt(record: Record, *, data: DataConfig, encoder: Encoder) -> tup
     if not text.strip():
         raise BadRow("empty prompt after truncation")
     return text, ids
-
-
-def _refuse_double(fields: dict[str, Any], *, role: str, seen: dict[tuple[str, ...], str]) -> None:
-    key = tuple(fields[name] for name in ("prompt", *NEEDED[role]))
-    answer = fields.get("answer", "")
-    if key in seen:
-        raise BadRow("duplicate" if seen[key] == answer else "same prompt with another answer")
-    seen[key] = answer
 
 
 def _check_round_trip(fields: dict[str, Any], encoder: Encoder, place: str) -> None:

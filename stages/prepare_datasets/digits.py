@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 from configs.sources import SortDigitsSource
 from stages.artifacts.errors import InputError
@@ -13,21 +14,19 @@ from stages.prepare_datasets.shapes import Record
 _ENUMERABLE = 10_000
 
 
-def sort_digits(source: SortDigitsSource, *, run_seed: int, role: str) -> list[Record]:
+def sort_digits(source: SortDigitsSource, *, run_seed: int, role: str) -> Iterator[Record]:
     """`source.rows` records with distinct prompts; answer: the digits sorted.
 
     Of the completions a `lazy_fraction` stops one digit early (one-digit answers are never shortened).
     Raises InputError if there are not that many distinct prompts.
     """
     generator = random.Random(seed_at(run_seed, "prepare_datasets", "sort_digits", role))
-    records = []
     for digits in _distinct(source, generator):
         answer = "".join(sorted(digits))
         lazy = generator.random() < source.lazy_fraction and len(answer) > 1
         completion = answer[:-1] if lazy else answer
         prompt = Prompt.of_text(f"Sort the digits {digits}.")
-        records.append(Record(prompt, completion=completion, answer=answer))
-    return records
+        yield Record(prompt, completion=completion, answer=answer)
 
 
 def _distinct(source: SortDigitsSource, generator: random.Random) -> list[str]:

@@ -44,16 +44,13 @@ class Row:
         return f"{self.file.path}:{self.line}" if self.unit == "line" else f"{self.file.path}: row {self.line}"
 
 
-def read_source(source: FileSource, *, role: str) -> list[Row]:
-    """All rows of a source, in order of file name and line, `limit` at most. Raises InputError."""
+def read_source(source: FileSource, *, role: str) -> Iterator[Row]:
+    """The rows of a source one after another, in order of file name and line, `limit` at most. Raises InputError."""
     if source.hub:
         rows = _read_hub(source, role=role)
     else:
         rows = itertools.chain.from_iterable(_read_file(f, source) for f in locate(source, role=role))
-    kept = list(itertools.islice(rows, source.limit))
-    if not kept:
-        raise InputError(f"data.{role}.path: {source.path}: expected rows, found none (blank or empty)")
-    return kept
+    return itertools.islice(rows, source.limit)
 
 
 def _read_file(file: SourceFile, source: FileSource) -> Iterator[Row]:

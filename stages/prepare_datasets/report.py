@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PERCENTILES = (5, 50, 95, 99)
@@ -16,10 +16,10 @@ class Tally:
         self.kept = 0
         self._dropped: dict[str, dict[str, Any]] = {}
 
-    def drop(self, reason: str, place: str) -> None:
-        """Count one dropped row."""
+    def drop(self, reason: str, place: str, *, rows: int = 1) -> None:
+        """Count dropped rows. place: of the first of them."""
         entry = self._dropped.setdefault(reason, {"rows": 0, "first": place})
-        entry["rows"] += 1
+        entry["rows"] += rows
 
     @property
     def dropped(self) -> int:
@@ -45,8 +45,10 @@ def lengths(counts: Sequence[int]) -> dict[str, int]:
     return found | {"max": ordered[-1]}
 
 
-def role_report(tally: Tally, rows: Sequence[dict[str, Any]], splits: dict[str, int]) -> dict[str, Any]:
-    """One role's part of report.json."""
-    columns = [name for name in (rows[0] if rows else {}) if name.endswith("_ids")]
-    tokens = {name: lengths([len(row[name]) for row in rows]) for name in columns}
-    return {**tally.document(), "splits": splits, "tokens": tokens}
+def role_report(tally: Tally, tokens: Mapping[str, Sequence[int]], splits: Mapping[str, int]) -> dict[str, Any]:
+    """One role's part of report.json. tokens: lengths of all kept rows, by column. splits: rows by part."""
+    return {
+        **tally.document(),
+        "splits": dict(splits),
+        "tokens": {name: lengths(counts) for name, counts in tokens.items()},
+    }

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from stages.artifacts.durable import digest_bytes
+
+Numbers = npt.NDArray[np.uint64]
 
 
 def prompt_id_of(text: str) -> str:
@@ -18,11 +23,12 @@ def is_held_out(text: str, *, fraction: float) -> bool:
     return int(digest[:16], 16) < fraction * 2**64
 
 
-def settled(assigned: Sequence[tuple[str, bool]]) -> set[str]:
-    """The prompt_ids that are held out.
+def settled(assigned: Sequence[tuple[Numbers, npt.NDArray[np.bool_]]]) -> Numbers:
+    """The prompt_ids, as numbers, that are held out.
 
-    assigned: (prompt_id, held out?) of every row of every role. Two prompts can become one text, by truncation or
-    in a chat template; if their hashes disagree, all of it is training data.
+    assigned: prompt_ids and whether each is held out, of every row, by role. Two prompts can become one text, by
+    truncation or in a chat template; if their hashes disagree, all of it is training data.
     """
-    training = {prompt_id for prompt_id, held_out in assigned if not held_out}
-    return {prompt_id for prompt_id, held_out in assigned if held_out} - training
+    training = [prompt_ids[~held_out] for prompt_ids, held_out in assigned]
+    held = [prompt_ids[held_out] for prompt_ids, held_out in assigned]
+    return np.setdiff1d(np.concatenate(held), np.concatenate(training))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -18,8 +18,6 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-SAMPLE_CHARACTERS = 4_000_000
-_CHARACTERS_PER_TEXT = 20_000
 _NEVER_IN_UTF8 = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
@@ -48,7 +46,7 @@ def train_tokenizer(texts: Sequence[str], *, vocabulary: int, max_tokens: int) -
         max_token_length=32,
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(texts), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     missing = vocabulary - tokenizer.get_vocab_size()
     tokenizer.add_special_tokens([AddedToken(f"<unused_{i}>", special=True, normalized=False) for i in range(missing)])
     bos = tokenizer.token_to_id(BOS)
@@ -99,11 +97,3 @@ def _alphabet() -> list[str]:
     others = [byte for byte in range(256) if byte not in printable]
     character = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
     return [character[byte] for byte in range(256) if byte not in _NEVER_IN_UTF8]
-
-
-def _sample(texts: Sequence[str]) -> Iterator[str]:
-    """Evenly spaced texts, each cut, of bounded size together."""
-    total = sum(min(len(text), _CHARACTERS_PER_TEXT) for text in texts)
-    stride = max(1, -(-total // SAMPLE_CHARACTERS))
-    for text in texts[::stride]:
-        yield text[:_CHARACTERS_PER_TEXT]

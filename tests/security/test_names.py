@@ -83,7 +83,7 @@ def data(path: str, **more: Any) -> Callable[[Path], Any]:
     """The name of a data source."""
 
     def read(store: Path) -> Any:
-        return read_source(FileSource(path=path.format(store=store), **more), role="prompts")
+        return list(read_source(FileSource(path=path.format(store=store), **more), role="prompts"))
 
     return read
 
@@ -92,7 +92,7 @@ def tar_member(store: Path) -> Any:
     """An archive whose member wants to be unpacked elsewhere."""
     with tarfile.open(store / "rows.tar", "w") as archive:
         archive.addfile(tarfile.TarInfo("../outside/planted.jsonl"), io.BytesIO())
-    return read_source(FileSource(path=str(store / "rows.tar")), role="prompts")
+    return list(read_source(FileSource(path=str(store / "rows.tar")), role="prompts"))
 
 
 def manifest_entry(store: Path) -> Any:
