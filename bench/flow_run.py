@@ -56,6 +56,10 @@ class FlowRun:
                 shutil.copy2(source, store / name)
         return self._run(self.command(store, overrides=overrides), store)
 
+    def in_store(self, store: Path, *, overrides: Sequence[str] = ()) -> Watched:
+        """What is not done yet of a run, in a store that other runs may share."""
+        return self._run(self.command(store, overrides=overrides), store)
+
     def _run(self, command: Sequence[str], store: Path) -> Watched:
         store.parent.mkdir(parents=True, exist_ok=True)
         env = environment(self.scratch, self.environment)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -155,7 +155,8 @@ class _Step:
             horizon_tokens=algorithm.max_completion_tokens,
             included_B=torch.tensor([not self._is_left_out(row) for row in self.rows]),
         )
-        batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD)
+        policy: Literal["learns", "stays"] = "stays" if warms_up_critic(self.job) else "learns"
+        batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD, policy=policy)
         coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
         torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
         step = f"round {self.job.parameters.round_index}, optimizer step {trainer.optimizer_steps}"

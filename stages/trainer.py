@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -117,11 +117,18 @@ class Trainer:
         write_json(out / "trainer.json", {name: getattr(self, name) for name in names})
 
     def split(
-        self, rows: Rows, context: Context, *, passes: int, others: Sequence[PreTrainedModel] = ()
+        self,
+        rows: Rows,
+        context: Context,
+        *,
+        passes: int,
+        others: Sequence[PreTrainedModel] = (),
+        policy: Literal["learns", "stays"] = "learns",
     ) -> list[Microbatch]:
         """This rank's microbatches of `rows` (with prompt_ids and completion_ids), balanced by tokens.
 
-        passes: that policy and critic make over them; others: further models that do.
+        passes: that policy and critic make over them; others: further models that do. policy: one that stays as it is
+        makes one pass, forward.
         """
         return deal(
             [rollout_cost(row) for row in rows],
@@ -131,6 +138,7 @@ class Trainer:
             models=[self._language, *([self._scalar] if self.critic is not None else []), *others],
             passes=passes,
             count=context.count,
+            forward_only=[self._language] if policy == "stays" else [],
         )
 
     def batch(self, rows: Rows, microbatch: Microbatch) -> TokenBatch:

@@ -186,14 +186,6 @@ def test_defaults_of_the_algorithms(small: Path) -> None:
     assert isinstance(algorithm, Grpo) and algorithm.clip_high == 0.28 and algorithm.kl_coef == 0.0
 
 
-@pytest.mark.parametrize("start", [{"kind": "policy"}, {"kind": "directory", "path": "models/critic"}])
-def test_ppo_needs_no_reward_model_unless_its_critic_or_a_reward_does(small: Path, start: dict[str, Any]) -> None:
-    config = load_config(small, overrides={"algorithm": {"name": "ppo", "critic": {"initialize_from": start}}})
-    assert isinstance(config.algorithm, Ppo) and config.reward_model is None and not config.uses_reward_model
-    with_one = {"reward_model": {}, "data.preferences": {"kind": "files", "path": "pairs.jsonl"}}
-    assert load_config(small, overrides=with_one | {"algorithm": {"name": "ppo"}}).uses_reward_model
-
-
 # What is refused: overrides on the small configuration, and every word that the message must hold
 
 REFUSED: list[tuple[str, list[str], list[str]]] = [
@@ -235,37 +227,6 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     ("sft without demonstrations", ["data.demonstrations=null"], ["data.demonstrations", "expected a source", "none"]),
     ("from scratch without sft", ["sft=null"], ["sft", "from scratch", "model.base.path"]),
     ("ppo without a reward model", ["algorithm={name: ppo}"], ["reward_model", "expected settings", "found none"]),
-    (
-        "ppo whose critic needs a reward model",
-        ["algorithm={name: ppo}"],
-        ["ppo's critic starts from it", "algorithm.critic.initialize_from.kind to policy or directory"],
-    ),
-    (
-        "a reward model that only a reward asks for",
-        ["algorithm={name: ppo, critic: {initialize_from: {kind: policy}}}", "rewards=[{kind: reward_model}]"],
-        ["reward_model: expected settings, because a reward source needs it; found none"],
-    ),
-    (
-        "a policy that would never be trained",
-        ["algorithm={name: ppo, critic: {initialize_from: {kind: policy}, warmup_rounds: 8}}"],
-        ["algorithm.critic.warmup_rounds: expected fewer than the 8 of rounds.count", "found 8"],
-    ),
-    (
-        "a critic from nowhere",
-        ["algorithm={name: ppo, critic: {initialize_from: {kind: hub}}}"],
-        ["algorithm.ppo.critic.initialize_from", "'hub'", "'reward_model', 'policy', 'directory'"],
-    ),
-    (
-        "a critic for a group method",
-        ["algorithm={name: grpo, critic: {warmup_rounds: 1}}"],
-        ["algorithm.grpo.critic", "unknown key"],
-    ),
-    (
-        "labels that are wrong half of the time",
-        ["reward_model={label_smoothing: 0.5}"],
-        ["reward_model.label_smoothing", "less than 0.5", "0.5"],
-    ),
-    ("a margin below zero", ["reward_model={margin: -1}"], ["reward_model.margin", "greater than or equal to 0", "-1"]),
     ("reward model without pairs", ["reward_model={}"], ["data.preferences", "expected a source", "found none"]),
     (
         "reward model judging its own pairs",
