@@ -56,9 +56,9 @@ class FlowRun:
                 shutil.copy2(source, store / name)
         return self._run(self.command(store, overrides=overrides), store)
 
-    def in_store(self, store: Path, *, log: Path) -> Watched:
-        """What is not done yet of this run, in a store that others may share."""
-        return self._run(self.command(store), store, log=log)
+    def in_store(self, store: Path, *, overrides: Sequence[str] = (), log: Path | None = None) -> Watched:
+        """What is not done yet of a run, in a store that other runs may share."""
+        return self._run(self.command(store, overrides=overrides), store, log=log)
 
     def _run(self, command: Sequence[str], store: Path, *, log: Path | None = None) -> Watched:
         store.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from configs.conventions import (
     Singleton,
     WhiteningRule,
 )
+from configs.critic import Critic
 from configs.models import Optimizer
 
 PolicyLossName = Literal["clip", "gspo", "cispo", "reinforce"]
@@ -111,7 +112,7 @@ def _by_convention(tree: Any, fields: Any, conventions: Any) -> Any:
 
 
 class Ppo(_Shared):
-    """PPO: GAE, a learned critic that starts from the reward model, KL to the reference in the reward.
+    """PPO: GAE, a learned critic that starts from the reward model or the policy, KL to the reference in the reward.
 
     convention: whose defaults fill in what is not set; docs/mathematics.md.
     """
@@ -132,6 +133,7 @@ class Ppo(_Shared):
     )
     whitening: WhiteningRule = WhiteningRule()
     value_clip: float | None = Field(default=0.2, gt=0.0)
+    critic: Critic = Critic()
     critic_optimizer: RoundOptimizer = Optimizer(learning_rate=3e-4)
 
     @model_validator(mode="before")

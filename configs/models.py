@@ -88,4 +88,8 @@ class RewardModelConfig(Frozen):
     optimizer: Optimizer = Optimizer(learning_rate=3e-4, schedule="cosine", warmup_steps=5)
     snapshot_every: int = Field(default=100, ge=1, description="optimizer steps: the most that a crash can cost")
     center_coef: float = Field(default=0.0, ge=0.0, description="weight of mean((chosen + rejected)^2)")
+    margin: float = Field(default=0.0, ge=0.0, description="by how much chosen must be above rejected, in scores")
+    label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=0.5, description="share of pairs that are taken to be labelled the wrong way round"
+    )
     lora: Lora | None = None

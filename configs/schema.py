@@ -6,6 +6,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from configs.algorithms import Algorithm, Ppo
 from configs.base import Frozen, PathText
+from configs.critic import FromRewardModel
 from configs.models import FromScratch, ModelConfig, RewardModelConfig, SftConfig
 from configs.resources import Resources
 from configs.rewards import RewardModelSource, RewardSource, VerifierSource
@@ -127,7 +128,11 @@ class RunConfig(Frozen):
     def uses_reward_model(self) -> bool:
         """Whether any part of the run reads a reward model."""
         sources = (*self.rewards, *self.evaluation.rewards)
-        return isinstance(self.algorithm, Ppo) or any(isinstance(s, RewardModelSource) for s in sources)
+        return self._critic_needs_reward_model or any(isinstance(s, RewardModelSource) for s in sources)
+
+    @property
+    def _critic_needs_reward_model(self) -> bool:
+        return isinstance(self.algorithm, Ppo) and isinstance(self.algorithm.critic.initialize_from, FromRewardModel)
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
@@ -157,8 +162,18 @@ class RunConfig(Frozen):
             raise ValueError("data.demonstrations: expected a source, because sft is set; found none")
         if self.sft is None and isinstance(self.model.base, FromScratch):
             raise ValueError("sft: a model from scratch must be fine-tuned first; set sft, or model.base.path")
+        if isinstance(algorithm, Ppo) and algorithm.critic.warmup_rounds >= rounds.count:
+            raise ValueError(
+                f"algorithm.critic.warmup_rounds: expected fewer than the {rounds.count} of rounds.count, so that the "
+                f"policy is trained at all; found {algorithm.critic.warmup_rounds}"
+            )
+        if self._critic_needs_reward_model and self.reward_model is None:
+            raise ValueError(
+                "reward_model: expected settings, because ppo's critic starts from it; found none; without one, set "
+                "algorithm.critic.initialize_from.kind to policy or directory"
+            )
         if self.uses_reward_model and self.reward_model is None:
-            raise ValueError("reward_model: expected settings, because ppo or a reward source needs it; found none")
+            raise ValueError("reward_model: expected settings, because a reward source needs it; found none")
         if self.reward_model is not None and self.data.preferences is None:
             raise ValueError("data.preferences: expected a source, because reward_model is set; found none")
         for where, sources in (("rewards", self.rewards), ("evaluation.rewards", self.evaluation.rewards)):

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.algorithms import Ppo
+from configs.critic import FromDirectory
 from configs.models import Pretrained
 from configs.rewards import FunctionSource
 from configs.schema import RunConfig
@@ -18,7 +20,7 @@ from stages.artifacts.manifest import library_versions
 from stages.prepare_datasets.digests import source_digests
 from stages.rewards.code import code_digest
 from tasks.kept import keep_committed, keep_nothing
-from tasks.models import base_digest
+from tasks.models import base_digest, directory_digest
 from tasks.run import Run, run_name
 
 OnChange = Literal["refuse", "rebuild", "keep"]
@@ -36,6 +38,9 @@ def inputs_of(config: RunConfig) -> dict[str, str]:
     found = {f"data.{name}": digest for name, digest in source_digests(config.data, layout.digest_cache(store)).items()}
     if isinstance(config.model.base, Pretrained):
         found["model.base"] = base_digest(config.model.base, store=store)
+    if isinstance(config.algorithm, Ppo) and isinstance(config.algorithm.critic.initialize_from, FromDirectory):
+        path = config.algorithm.critic.initialize_from.path
+        found["model.critic"] = directory_digest(path, store=store)
     found |= {f"library.{name}": version for name, version in library_versions().items()}
     for part, resources, names in (
         ("trainer", config.resources.trainer, _TRAINER),

@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from configs.algorithms import Ppo
+from configs.critic import FromDirectory
 from configs.models import FromScratch, Lora
 from configs.schema import RunConfig
 from configs.sources import PolicySamplesSource
@@ -71,15 +72,16 @@ def estimate_run(config: RunConfig, *, done: frozenset[str], until: str = "polic
     body = all_parameters - (head if "lm_head.weight" in shapes else 0)
     scalar = body * width + _MODEL_BYTES
     snapshot = policy + all_parameters * width + _trained(shapes, config.model.lora) * _ADAM_BYTES + _MODEL_BYTES
+    critic = _critic_parameters(config) or body
     if isinstance(config.algorithm, Ppo):
-        snapshot += scalar + body * (width + _ADAM_BYTES) + _MODEL_BYTES
+        snapshot += critic * width + critic * (width + _ADAM_BYTES) + 2 * _MODEL_BYTES
     left = config.rounds.count - sum(label.endswith("-update_policy") for label in done) if until == "policy" else 0
     policies, snapshots = _kept(config, left=left)
     models = 0 if "train_sft" in done else policy
     if config.reward_model is not None and until != "sft":
         models += 0 if "train_reward_model" in done else scalar
     if isinstance(config.algorithm, Ppo) and until == "policy":
-        models += 0 if "initialize_critic" in done else scalar
+        models += 0 if "initialize_critic" in done else critic * width + _MODEL_BYTES
     return Estimate(
         policy=policy,
         snapshot=snapshot,
@@ -126,6 +128,15 @@ def _data(config: RunConfig) -> int:
     for part in (config.data.prompts, config.data.demonstrations):
         total += getattr(part, "rows", 0) * 100
     return total
+
+
+def _critic_parameters(config: RunConfig) -> int | None:
+    """Of a critic that starts from a directory of the user's; None where it is as large as the policy's body."""
+    start = config.algorithm.critic.initialize_from if isinstance(config.algorithm, Ppo) else None
+    if not isinstance(start, FromDirectory):
+        return None
+    shapes = tensor_shapes(Path(start.path).expanduser())
+    return _count({name: shape for name, shape in shapes.items() if name != "lm_head.weight"})
 
 
 def _shapes(config: RunConfig) -> Shapes:

@@ -59,8 +59,8 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
     config = run.config
     state = TrainerState(policy=models.ref_policy.ref)
     if isinstance(config.algorithm, Ppo):
-        assert models.reward_model is not None, "the configuration requires one for ppo"
-        critic = initialize_critic(run, reward_model=models.reward_model)
+        start = config.algorithm.critic.initialize_from
+        critic = initialize_critic(run, start=start, policy=models.ref_policy, reward_model=models.reward_model)
         state = TrainerState(policy=models.ref_policy.ref, critic=critic.ref)
     data, reward_model = models.data, models.reward_model
     report.start(evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment="before"))

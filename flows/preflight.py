@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from configs.algorithms import Ppo
+from configs.critic import FromDirectory
 from configs.models import Pretrained
 from configs.schema import RunConfig
 from configs.sources import PolicySamplesSource, SortDigitsSource
@@ -16,7 +18,7 @@ from flows.floors import check_versions
 from flows.machine import check_machine
 from stages.artifacts import layout
 from stages.artifacts.errors import InputError
-from stages.artifacts.model_directory import refuse_unsafe_model
+from stages.artifacts.model_directory import SCALAR_HEAD, refuse_unsafe_model, tensor_shapes
 from stages.artifacts.private import require_own_store
 from stages.artifacts.signing import require_key_of
 from stages.prepare_datasets.digests import source_digests
@@ -43,6 +45,7 @@ def preflight(config: RunConfig, *, until: str = "policy") -> None:
         lambda: _check_data(config, cache),
         lambda: _check_counts(config),
         lambda: _check_model(config),
+        lambda: _check_critic(config),
         *(partial(validate_options, source) for source in (*config.rewards, *config.evaluation.rewards, *judge)),
     )
     if not faults:
@@ -96,6 +99,23 @@ def _check_model(config: RunConfig) -> None:
         refuse_unsafe_model(directory)
     elif not _HUB_ID.fullmatch(base.path):
         raise InputError(f"model.base.path: expected a directory or a hub id, found no directory {base.path}")
+
+
+def _check_critic(config: RunConfig) -> None:
+    """Look through a directory that the critic starts from; from file headers alone."""
+    start = config.algorithm.critic.initialize_from if isinstance(config.algorithm, Ppo) else None
+    if not isinstance(start, FromDirectory):
+        return
+    key, directory = "algorithm.critic.initialize_from", Path(start.path).expanduser()
+    if not directory.is_dir():
+        raise InputError(f"{key}.path: expected a model directory of this machine, found none at {start.path}")
+    refuse_unsafe_model(directory)
+    shape = tensor_shapes(directory).get(SCALAR_HEAD)
+    if start.head == "keep" and (shape is None or len(shape) != 2 or shape[0] != 1):
+        raise InputError(
+            f"model {directory}: expected a scalar head {SCALAR_HEAD} of one row to keep, found "
+            f"{'none' if shape is None else f'the shape {shape}'}; {key}.head: zero or seeded gives it a new one"
+        )
 
 
 def _check_counts(config: RunConfig) -> None:

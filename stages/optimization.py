@@ -7,9 +7,10 @@ a lost trainer is brought back; the same files give the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +34,7 @@ from stages.update_policy.job import UpdatePolicy
 
 Row = dict[str, Any]
 _OPTIONAL = ("ref_logprobs", "values", "returns")
+_LEARNT = {"policy_grad_norm", "critic_grad_norm"}
 _COLUMNS = ("old_logprobs", "advantages", *_OPTIONAL)
 
 
@@ -48,8 +50,15 @@ def update(job: UpdatePolicy, trainer: Trainer, context: Context) -> Update:
     """Move `trainer`, which stands at the job's state, by every optimizer step of the round."""
     rows = joined_rows(job)
     steps = _make_steps(job, trainer, rows, context)
-    _adapt_kl(trainer, rows)
+    if not warms_up_critic(job):
+        _adapt_kl(trainer, rows)
     return Update(steps=steps, completion_tokens=sum(len(row["completion_ids"]) for row in rows))
+
+
+def warms_up_critic(job: UpdatePolicy) -> bool:
+    """Whether the round is one in which the critic alone learns."""
+    algorithm = job.parameters.settings.algorithm
+    return isinstance(algorithm, Ppo) and job.parameters.round_index < algorithm.critic.warmup_rounds
 
 
 def joined_rows(job: UpdatePolicy) -> list[Row]:
@@ -95,7 +104,6 @@ def _key(row: Row) -> str:
 
 def _make_steps(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: Context) -> list[dict[str, float]]:
     algorithm = job.parameters.settings.algorithm
-    first = trainer.optimizer_steps
     total = algorithm.epochs * algorithm.num_minibatches
     steps: list[dict[str, float]] = []
     for epoch in range(algorithm.epochs):
@@ -105,13 +113,17 @@ def _make_steps(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: C
             steps.append(_Step(job, trainer, minibatch, context).make())
             trainer.optimizer_steps += 1
             context.progress("optimizer steps", len(steps), total)
-    if trainer.optimizer_steps != first + total or not steps:
-        raise GateError(f"made {trainer.optimizer_steps - first} optimizer steps; expected {total}, and at least one")
+    made = sum(bool(step.keys() & _LEARNT) for step in steps)
+    if made != total or not made:
+        raise GateError(f"made {made} optimizer steps of the policy or the critic; expected {total}, and at least one")
     return steps
 
 
 def _adapt_kl(trainer: Trainer, rows: list[Row]) -> None:
-    """Move the adaptive KL coefficient by the KL of this round's rollouts, where a target is set."""
+    """Move the adaptive KL coefficient by the KL of this round's rollouts, where a target is set.
+
+    Not while the critic warms up: a policy that stays where it is would only make the coefficient shrink.
+    """
     algorithm = trainer.settings.algorithm
     if algorithm.kl_target is None:
         return
@@ -155,16 +167,15 @@ class _Step:
                 horizon_tokens=algorithm.max_completion_tokens,
                 included_B=included_B,
             )
-        batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD)
+        policy: Literal["learns", "stays"] = "stays" if warms_up_critic(self.job) else "learns"
+        batches = trainer.split(self.rows, self.context, passes=FORWARD_AND_BACKWARD, policy=policy)
         coordinates = (self.job.parameters.round_index, trainer.optimizer_steps, self.context.rank)
         torch.manual_seed(seed_at(self.job.seed, self.job.STAGE, *coordinates))
-        rate = learning_rate(algorithm.policy_optimizer, step=trainer.optimizer_steps, num_steps=None)
         step = f"round {self.job.parameters.round_index}, optimizer step {trainer.optimizer_steps}"
-        where = partial(named, step, self.rows)
-        norms = {"policy_grad_norm": trainer.policy.step(batches, self._policy_loss, rate=rate, where=where)}
+        figures = self._step_policy(batches, where=partial(named, step, self.rows))
         if trainer.critic is not None and isinstance(algorithm, Ppo):
             critic_rate = learning_rate(algorithm.critic_optimizer, step=trainer.optimizer_steps, num_steps=None)
-            norms["critic_grad_norm"] = trainer.critic.step(
+            figures["critic_grad_norm"] = trainer.critic.step(
                 batches, self._value_loss, rate=critic_rate, where=partial(named, f"{step} of the critic", self.rows)
             )
         names = sorted(self.sums)
@@ -178,7 +189,24 @@ class _Step:
                 f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and that of the "
                 f"round's start (algorithm.max_kl_to_old), found {means['kl_to_old']:.4g}; nothing of the round is kept"
             )
-        return means | norms | {"learning_rate": rate}
+        return means | figures
+
+    def _step_policy(
+        self, batches: list[Microbatch], *, where: Callable[[Sequence[Microbatch]], str]
+    ) -> dict[str, float]:
+        """Move the policy; while the critic warms up, only look at the loss that would have moved it."""
+        trainer, algorithm = self.trainer, self.job.parameters.settings.algorithm
+        if warms_up_critic(self.job):
+            trainer.policy.train(False)
+            with torch.no_grad():
+                losses = [float(self._policy_loss(batch)) for batch in batches]
+            if not all(map(math.isfinite, losses)):
+                raise GateError(f"{where(batches)}: losses are {losses}; expected finite numbers")
+            return {"learning_rate": 0.0}
+        rate = learning_rate(algorithm.policy_optimizer, step=trainer.policy_steps, num_steps=None)
+        norm = trainer.policy.step(batches, self._policy_loss, rate=rate, where=where)
+        trainer.policy_steps += 1
+        return {"policy_grad_norm": norm, "learning_rate": rate}
 
     def _columns(self, microbatch: Microbatch, *names: str) -> list[torch.Tensor]:
         """The named per-token columns of a microbatch, flat, in the order of its completion tokens."""

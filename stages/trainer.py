@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -31,8 +31,8 @@ Rows = Sequence[dict[str, Any]]
 class Trainer:
     """Policy and, for PPO, critic, with their optimizers and the counters that belong to them.
 
-    origin: the fresh state that the rounds began with. optimizer_steps: made so far in this run. kl_coef: the
-    adaptive controller's value.
+    origin: the fresh state that the rounds began with. optimizer_steps: made so far in this run. policy_steps: of
+    them, those that moved the policy. kl_coef: the adaptive controller's value.
     """
 
     def __init__(self, job: Job, settings: UpdateSettings, origin: TrainerState) -> None:
@@ -41,6 +41,7 @@ class Trainer:
         self.settings = settings
         self.device = open_device(job.compute)
         self.optimizer_steps = 0
+        self.policy_steps = 0
         self.kl_coef = settings.algorithm.kl_coef
         torch.manual_seed(seed_at(job.seed, "adapters"))
         directory = open_artifact(job.store, origin.policy)
@@ -75,6 +76,7 @@ class Trainer:
             self.critic.load(directory / "trainer" / "critic")
         counters = read_json(directory / "trainer.json")
         self.optimizer_steps = counters["optimizer_steps"]
+        self.policy_steps = counters["policy_steps"]
         self.kl_coef = counters["kl_coef"]
 
     def rest(self) -> None:
@@ -111,14 +113,22 @@ class Trainer:
                 write_model(state, like=self._scalar, tokenizer=self.tokenizer, directory=out / "critic")
 
     def _write_counters(self, out: Path) -> None:
-        write_json(out / "trainer.json", {"optimizer_steps": self.optimizer_steps, "kl_coef": self.kl_coef})
+        names = ("optimizer_steps", "policy_steps", "kl_coef")
+        write_json(out / "trainer.json", {name: getattr(self, name) for name in names})
 
     def split(
-        self, rows: Rows, context: Context, *, passes: int, others: Sequence[PreTrainedModel] = ()
+        self,
+        rows: Rows,
+        context: Context,
+        *,
+        passes: int,
+        others: Sequence[PreTrainedModel] = (),
+        policy: Literal["learns", "stays"] = "learns",
     ) -> list[Microbatch]:
         """This rank's microbatches of `rows` (with prompt_ids and completion_ids), balanced by tokens.
 
-        passes: that policy and critic make over them; others: further models that do.
+        passes: that policy and critic make over them; others: further models that do. policy: one that stays as it is
+        makes one pass, forward.
         """
         return deal(
             [rollout_cost(row, after_end=self.reads_after_end) for row in rows],
@@ -128,6 +138,7 @@ class Trainer:
             models=[self._language, *([self._scalar] if self.critic is not None else []), *others],
             passes=passes,
             count=context.count,
+            forward_only=[self._language] if policy == "stays" else [],
         )
 
     def batch(self, rows: Rows, microbatch: Microbatch) -> TokenBatch:

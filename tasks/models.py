@@ -1,4 +1,4 @@
-"""The identity of a base model that the user brings. Opens no model."""
+"""The identity of a model that the user brings. Opens no model."""
 
 from __future__ import annotations
 
@@ -16,5 +16,13 @@ def base_digest(base: FromScratch | Pretrained, *, store: Path) -> str:
     directory = Path(base.path).expanduser()
     if not directory.is_dir():
         return f"hub:{base.path}@{base.revision or 'main'}"
+    return directory_digest(base.path, store=store)
+
+
+def directory_digest(path: str, *, store: Path) -> str:
+    """One digest over the names and contents of a model directory; empty where there is none."""
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        return ""
     with DigestCache(layout.digest_cache(store)) as cache:
         return cache.directory(directory)

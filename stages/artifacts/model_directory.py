@@ -16,6 +16,7 @@ from typing import Any
 
 from stages.artifacts.errors import InputError
 
+SCALAR_HEAD = "score.weight"
 MAX_JSON_BYTES = 20 * 2**20
 MAX_VOCABULARY_BYTES = 200 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20

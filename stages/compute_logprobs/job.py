@@ -36,6 +36,8 @@ class ComputeLogprobs(Job):
 
     STAGE: ClassVar[str] = "compute_logprobs"
     VERSION: ClassVar[int] = 3
-    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset(
+        {"parameters.settings.trainer.gpus", "parameters.settings.algorithm.critic.initialize_from"}
+    )
     inputs: Inputs
     parameters: Parameters

@@ -34,5 +34,6 @@ class EstimateAdvantages(Job):
 
     STAGE: ClassVar[str] = "estimate_advantages"
     VERSION: ClassVar[int] = 2
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.algorithm.critic.initialize_from"})
     inputs: Inputs
     parameters: Parameters

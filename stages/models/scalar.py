@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,30 +17,40 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from stages.artifacts.durable import digest_bytes
 from stages.artifacts.errors import GateError, InputError
-from stages.artifacts.model_directory import refuse_unsafe_model
+from stages.artifacts.model_directory import SCALAR_HEAD, refuse_unsafe_model
 from stages.models.batches import Cost
 from stages.models.language import DTYPES
 from stages.models.packing import Packed, hidden_states, pack, use_packing
 from stages.models.work import FORWARD, Count, deal
 
-HEAD = "score.weight"
+HEAD = SCALAR_HEAD
+_HEADS = (HEAD, "lm_head.weight")
 
 
-def load_scalar_model(directory: Path, *, dtype: str, head_from_seed: bool = False) -> PreTrainedModel:
-    """A model with a scalar head. head_from_seed: `directory` holds a language model; its head is drawn anew.
+def load_scalar_model(
+    directory: Path, *, dtype: str, head: Literal["keep", "zero", "seeded"] = "keep"
+) -> PreTrainedModel:
+    """A model with a scalar head: the directory's own, zeros, or drawn from the current torch seed.
 
-    Raises InputError if a head is expected and the weights hold none: silently starting from a random one is
+    Raises InputError if a head is to be kept and the weights hold none: silently starting from a random one is
     how reward models are lost.
     """
     refuse_unsafe_model(directory)
-    if not head_from_seed:
+    if head == "keep":
         read_head(directory)
     model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(
-        directory, num_labels=1, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
+        directory,
+        num_labels=1,
+        dtype=DTYPES[dtype],
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=head != "keep",
     )
-    if head_from_seed:
-        head = model.score.weight
-        nn.init.normal_(head, std=1.0 / (head.shape[1] + 1))
+    weight = model.score.weight
+    if head == "zero":
+        nn.init.zeros_(weight)
+    elif head == "seeded":
+        nn.init.normal_(weight, std=1.0 / (weight.shape[1] + 1))
     return model
 
 
@@ -56,15 +67,36 @@ def read_head(directory: Path) -> torch.Tensor:
     raise InputError(f"{directory}: expected a scalar head named {HEAD}, found none; is it a reward model?")
 
 
-def head_digest(directory: Path) -> str:
-    """sha256 of the head's bytes."""
-    return digest_bytes(read_head(directory).float().contiguous().numpy().tobytes())
+def head_digest(directory: Path, *, dtype: str = "float32") -> str:
+    """sha256 of the head's bytes, once in `dtype`."""
+    return digest_bytes(read_head(directory).to(DTYPES[dtype]).float().contiguous().numpy().tobytes())
 
 
-def require_same_head(left: Path, right: Path) -> None:
-    """Gate: two models have the same head, bit for bit."""
-    if head_digest(left) != head_digest(right):
+def require_same_head(left: Path, right: Path, *, dtype: str = "float32") -> None:
+    """Gate: two models have the same head, bit for bit once in `dtype`."""
+    if head_digest(left, dtype=dtype) != head_digest(right, dtype=dtype):
         raise GateError(f"head of {right} differs from that of {left}; expected the same bits")
+
+
+def require_same_body(left: Path, right: Path, *, dtype: str) -> None:
+    """Gate: everything of `left` but its head and output embedding is in `right`, bit for bit once in `dtype`."""
+    expected, found = (_body_digests(path, DTYPES[dtype]) for path in (left, right))
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = "differs" if name in expected and name in found else "is in one of them alone"
+            raise GateError(f"body of {right} is not that of {left}: {name} {what}; expected the same bits")
+
+
+def _body_digests(directory: Path, dtype: torch.dtype) -> dict[str, str]:
+    """sha256 of the bytes of each tensor in `dtype`, by name, from the safetensors files."""
+    digests: dict[str, str] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                if name not in _HEADS:
+                    flat = file.get_tensor(name).to(dtype).contiguous().reshape(-1)
+                    digests[name] = digest_bytes(flat.view(torch.uint8).numpy().tobytes())
+    return digests
 
 
 class TokenScores(nn.Module):

@@ -64,10 +64,15 @@ def deal(
     models: Sequence[PreTrainedModel],
     passes: int,
     count: Count,
+    forward_only: Sequence[PreTrainedModel] = (),
 ) -> list[Microbatch]:
-    """This rank's microbatches; count(tokens, wasted, flops) is told what all ranks will compute in `models`."""
+    """This rank's microbatches; count(tokens, wasted, flops) is told what all ranks will compute in `models`.
+
+    forward_only: of `models`, those that make one pass, whatever `passes` says.
+    """
     plan = microbatches(costs, max_tokens=max_tokens, world_size=world_size)
     work = work_of(plan, costs)
     times = len(models)
-    count(times * work.tokens, times * work.wasted, sum(flops(work, model, passes=passes) for model in models))
+    operations = sum(flops(work, m, passes=FORWARD if m in forward_only else passes) for m in models)
+    count(times * work.tokens, times * work.wasted, operations)
     return plan[rank]

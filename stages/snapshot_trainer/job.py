@@ -25,8 +25,10 @@ class SnapshotTrainer(Job):
     """Writes trainer/{policy,critic} (DeepSpeed: weights, moments, counters), critic/, trainer.json."""
 
     STAGE: ClassVar[str] = "snapshot_trainer"
-    VERSION: ClassVar[int] = 1
-    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
+    VERSION: ClassVar[int] = 2
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset(
+        {"parameters.settings.trainer.gpus", "parameters.settings.algorithm.critic.initialize_from"}
+    )
     inputs: Inputs
     parameters: Parameters
 

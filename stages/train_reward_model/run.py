@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import logsigmoid
 
+from configs.models import RewardModelConfig
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import write_json
 from stages.artifacts.errors import GateError, InputError
@@ -26,6 +26,7 @@ from stages.models.scalar import TokenScores, head_digest, last_tokens, load_sca
 from stages.models.work import FORWARD_AND_BACKWARD, deal
 from stages.program import Context, Metrics
 from stages.rewards.statistics import wilson_interval
+from stages.rl.preferences import bradley_terry_loss, centering_loss
 from stages.snapshots import StageSnapshots
 from stages.train_reward_model.job import TrainRewardModel
 
@@ -44,7 +45,7 @@ def run(job: TrainRewardModel, context: Context) -> Metrics:
     if not train or not held_out:
         raise InputError(f"expected pairs for training and held out, found {len(train)} and {len(held_out)}")
     torch.manual_seed(seed_at(job.seed, job.STAGE, "head"))
-    model = load_scalar_model(policy, dtype=parameters.model.dtype, head_from_seed=True)
+    model = load_scalar_model(policy, dtype=parameters.model.dtype, head="seeded")
     if parameters.model.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if parameters.reward_model.lora is not None:
@@ -83,7 +84,7 @@ def _train(job: TrainRewardModel, engine: TrainingEngine, pairs: list[Row], cont
         total = [0.0]
 
         def loss_of(batch: Microbatch, rows: list[Row] = rows, total: list[float] = total) -> torch.Tensor:
-            loss = _pair_loss(engine, rows, batch, center_coef=settings.center_coef) / len(rows)
+            loss = _pair_loss(engine, rows, batch, settings) / len(rows)
             total[0] += loss.item()
             return loss
 
@@ -113,12 +114,14 @@ def _pair_cost(row: Row) -> Cost:
     return Cost(own=len(row["chosen_ids"]) + len(row["rejected_ids"]), shared=len(prompt), prompt=prompt)
 
 
-def _pair_loss(engine: TrainingEngine, rows: list[Row], batch: Microbatch, *, center_coef: float) -> torch.Tensor:
-    """Sum over pairs of -log sigmoid(chosen - rejected), plus center_coef * (chosen + rejected)^2."""
+def _pair_loss(engine: TrainingEngine, rows: list[Row], batch: Microbatch, settings: RewardModelConfig) -> torch.Tensor:
+    """Sum over the pairs of a microbatch of the Bradley-Terry loss and the centering; zero for a filler."""
     picked = [rows[i] for i in batch.rows]
     sequences = [(r["prompt_ids"], r[column]) for column in ("chosen_ids", "rejected_ids") for r in picked]
     chosen, rejected = engine(*last_tokens(sequences, device=engine.device)).chunk(2)
-    losses = -logsigmoid(chosen - rejected) + center_coef * (chosen + rejected) ** 2
+    losses = bradley_terry_loss(
+        chosen, rejected_B=rejected, margin=settings.margin, label_smoothing=settings.label_smoothing
+    ) + settings.center_coef * centering_loss(chosen, rejected_B=rejected)
     total: torch.Tensor = losses.sum() * (0.0 if batch.is_filler else 1.0)
     return total
 

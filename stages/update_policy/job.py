@@ -54,10 +54,15 @@ class Parameters(Frozen):
 
 
 class UpdatePolicy(Job):
-    """Writes policy/, trainer.json (counters, adaptive KL coefficient), metrics-00000.arrow."""
+    """Writes policy/, trainer.json (counters, adaptive KL coefficient), metrics-00000.arrow.
+
+    What the critic starts from is no part of the recipe: the state names the critic that was made of it.
+    """
 
     STAGE: ClassVar[str] = "update_policy"
-    VERSION: ClassVar[int] = 3
-    EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.settings.trainer.gpus"})
+    VERSION: ClassVar[int] = 4
+    EXCLUDED: ClassVar[frozenset[str]] = frozenset(
+        {"parameters.settings.trainer.gpus", "parameters.settings.algorithm.critic.initialize_from"}
+    )
     inputs: Inputs
     parameters: Parameters

@@ -51,7 +51,7 @@ def _loaders() -> dict[str, Callable[[Path], object]]:
         "preflight": _preflight,
         "base model": lambda path: base_model(pretrained(path), bos=0, eos=1, pad=2),
         "policy": lambda path: load_policy(path, dtype="float32"),
-        "scalar": lambda path: load_scalar_model(path, dtype="float32", head_from_seed=True),
+        "scalar": lambda path: load_scalar_model(path, dtype="float32", head="seeded"),
         "tokenizer": lambda path: load_tokenizer(Pretrained(path=str(path))),
     }
 

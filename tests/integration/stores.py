@@ -21,6 +21,7 @@ import stages.train_reward_model.job as reward_model_contract
 import stages.train_sft.job as sft_contract
 import stages.update_policy.job as update_contract
 from configs.algorithms import Grpo, Ppo
+from configs.critic import CriticStart, FromRewardModel
 from configs.models import FromScratch, Lora, ModelConfig, Optimizer, RewardModelConfig, SftConfig
 from configs.resources import GeneratorResources, TrainerResources
 from configs.rewards import VerifierSource
@@ -178,8 +179,8 @@ class House:
             ),
         )
 
-    def reward_model(self, policy: ArtifactRef, *, lora: Lora | None = None) -> reward_model_contract.TrainRewardModel:
-        """A reward model on the embedded pairs."""
+    def reward_model(self, policy: ArtifactRef, **more: Any) -> reward_model_contract.TrainRewardModel:
+        """A reward model on the embedded pairs; more: of its settings."""
         return reward_model_contract.TrainRewardModel(
             store=self.store,
             seed=SEED,
@@ -187,15 +188,29 @@ class House:
             inputs=reward_model_contract.Inputs(pairs=self.data, policy=policy),
             parameters=reward_model_contract.Parameters(
                 model=ModelConfig(base=base(tied=True)),
-                reward_model=RewardModelConfig(batch_size=16, optimizer=FAST, lora=lora),
+                reward_model=RewardModelConfig(**{"batch_size": 16, "optimizer": FAST, **more}),
                 trainer=TrainerResources(threads=1),
             ),
         )
 
-    def critic(self, reward_model: ArtifactRef) -> critic_contract.InitializeCritic:
-        """critic_0."""
-        inputs = critic_contract.Inputs(reward_model=reward_model)
-        return critic_contract.InitializeCritic(store=self.store, seed=SEED, compute=Compute(threads=1), inputs=inputs)
+    def critic(
+        self,
+        reward_model: ArtifactRef | None = None,
+        *,
+        policy: ArtifactRef | None = None,
+        start: CriticStart | None = None,
+        **parameters: Any,
+    ) -> critic_contract.InitializeCritic:
+        """critic_0, from the reward model unless `start` says otherwise."""
+        return critic_contract.InitializeCritic(
+            store=self.store,
+            seed=SEED,
+            compute=Compute(threads=1),
+            inputs=critic_contract.Inputs(reward_model=reward_model, policy=policy),
+            parameters=critic_contract.Parameters(
+                **{"start": start or FromRewardModel(), "dtype": "float32", **parameters}
+            ),
+        )
 
     def rollouts(
         self, policy: ArtifactRef, *, engines: int = 1, dtype: Any = "float32", **parameters: Any

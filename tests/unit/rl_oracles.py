@@ -137,6 +137,23 @@ def value_loss(new: float, old: float, target: float, *, value_clip: float) -> f
     return 0.5 * max((new - target) ** 2, (near - target) ** 2)
 
 
+def bradley_terry(chosen: list[float], rejected: list[float], *, margin: float, label_smoothing: float) -> list[float]:
+    """Each pair's cross-entropy between (1 - eps, eps) and the model's chances that chosen beats rejected or not."""
+    result = []
+    for better, worse in zip(chosen, rejected, strict=True):
+        chance = 1 / (1 + math.exp(-(better - worse - margin)))
+        loss = 0.0
+        for label, wins in ((1 - label_smoothing, chance), (label_smoothing, 1 - chance)):
+            loss -= label * math.log(wins)
+        result.append(loss)
+    return result
+
+
+def centering(chosen: list[float], rejected: list[float]) -> list[float]:
+    """Four times the square of each pair's middle."""
+    return [4 * ((better + worse) / 2) ** 2 for better, worse in zip(chosen, rejected, strict=True)]
+
+
 def aggregate(losses: list[list[float]], *, aggregation: str, horizon: int = 1) -> float:
     """The loss of a step from the token losses of each rollout."""
     if aggregation == "token_mean":

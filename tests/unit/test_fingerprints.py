@@ -26,6 +26,7 @@ from configs.algorithms import (
     ReinforcePpBaseline,
     Rloo,
 )
+from configs.critic import Critic, FromDirectory, FromPolicy, FromRewardModel
 from configs.models import FromScratch, Lora, ModelConfig, Pretrained, RewardModelConfig, SftConfig
 from configs.resources import GeneratorResources, TrainerResources
 from configs.rewards import FunctionSource, HttpSource, RewardModelSource, VerifierSource
@@ -53,7 +54,12 @@ STATE = TrainerState(policy=REF, critic=REF)
 TRAINER = TrainerResources(ranks=2, gpus=(0, 1), zero_stage=3, offload_optimizer=True, offload_parameters=True)
 MODELS = (ModelConfig(lora=Lora()), ModelConfig(base=Pretrained(path="models/a", revision="main")))
 ALGORITHMS = (
-    Ppo(kl_target=0.1, overlong=Overlong(), mismatch=Mismatch(form="mask")),
+    Ppo(
+        kl_target=0.1,
+        overlong=Overlong(),
+        mismatch=Mismatch(form="mask"),
+        critic=Critic(initialize_from=FromDirectory(path="models/critic")),
+    ),
     Grpo(kl_target=0.1),
 )
 OTHERS = (DrGrpo(), Dapo(), Gspo(), Cispo(), Rloo(), ReinforcePp(), ReinforcePpBaseline())
@@ -92,7 +98,12 @@ def examples() -> Iterator[Job]:
                 model=model, reward_model=RewardModelConfig(lora=Lora()), trainer=TRAINER
             ),
         )
-    yield initialize_critic.InitializeCritic(**common, inputs=initialize_critic.Inputs(reward_model=REF))
+    for start in (FromRewardModel(), FromPolicy(), FromDirectory(path="models/critic")):
+        yield initialize_critic.InitializeCritic(
+            **common,
+            inputs=initialize_critic.Inputs(reward_model=REF, policy=REF),
+            parameters=initialize_critic.Parameters(start=start, dtype="float32", start_digest="e"),
+        )
     yield label_preferences.LabelPreferences(
         **common,
         inputs=label_preferences.Inputs(
@@ -198,6 +209,8 @@ WORDS = (
     "raw",
     "rank",
     "first_pad",
+    "seeded",
+    "keep",
     "bfloat16",
     "evaluation",
     "held_out",
@@ -276,9 +289,9 @@ def test_every_field_counts_but_the_excluded_ones(job: Job) -> None:
         else:
             counted.append(dotted)
             assert other.fingerprint != job.fingerprint, f"{dotted} does not change the fingerprint"
-    # `kind` and `name` say which record of a union it is; initialize_critic has no parameters.
+    # `kind` and `name` say which record of a union it is.
     assert "seed" in counted and "compute.threads" in counted and "store" in left_out
-    assert {name.rpartition(".")[2] for name in fixed} <= {"kind", "name", "parameters"} | TIED, fixed
+    assert {name.rpartition(".")[2] for name in fixed} <= {"kind", "name"} | TIED, fixed
 
 
 # Fields that a validator ties to another; the tests below change them together.

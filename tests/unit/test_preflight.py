@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import shutil
@@ -116,6 +118,51 @@ def test_the_estimate_moves_with_what_it_is_made_of() -> None:
     assert started is not None and started.total < usual / 5 and started.data == 0
     until_sft = estimate_run(config(rounds__count=50), done=frozenset(), until="sft")
     assert isinstance(until_sft, Estimate) and until_sft.policies == until_sft.snapshots == until_sft.rollouts == 0
+
+
+def critic_from(path: Path, tmp_path: Path, head: str = "keep") -> RunConfig:
+    start = {"kind": "directory", "path": str(path), "head": head}
+    return config(tmp_path / "store", algorithm__critic__initialize_from=start)
+
+
+def test_a_directory_that_the_critic_starts_from_is_looked_through(tmp_path: Path) -> None:
+    directory = tmp_path / "critic"
+    with pytest.raises(InputError, match=r"initialize_from.path: expected a model directory of this machine, found no"):
+        preflight(critic_from(directory, tmp_path))
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    for head, shape in (("", []), ("score.weight", [2, 8])):
+        names = {"model.norm.weight": [8]} | ({head: shape} if head else {})
+        write_headers(directory / "model.safetensors", names)
+        expected = r"scalar head score.weight of one row to keep, found (none|the shape \(2, 8\)); algorithm.critic"
+        with pytest.raises(InputError, match=expected):
+            preflight(critic_from(directory, tmp_path))
+        preflight(critic_from(directory, tmp_path, head="zero"))
+    write_headers(directory / "model.safetensors", {"model.norm.weight": [8], "score.weight": [1, 8]})
+    preflight(critic_from(directory, tmp_path))
+    (directory / "modeling.py").write_text("")
+    with pytest.raises(InputError, match=r"modeling.py: expected weights in safetensors and no code"):
+        preflight(critic_from(directory, tmp_path))
+
+
+def write_headers(path: Path, shapes: dict[str, list[int]]) -> None:
+    """Tensors of zeros."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(end))
+
+
+def test_a_critic_is_estimated_by_what_it_starts_from(tmp_path: Path) -> None:
+    write_headers(tmp_path / "model.safetensors", {"model.norm.weight": [1_000_000], "score.weight": [1, 8]})
+    found = [
+        estimate_run(critic_from(path, tmp_path), done=frozenset()) for path in (tmp_path, tmp_path / "nothing-there")
+    ]
+    assert found[0] is not None and found[1] is not None
+    assert found[0].models > 4_000_000 > found[1].models and found[0].snapshot > found[1].snapshot
 
 
 def test_a_model_that_is_not_here_yet_is_not_estimated() -> None:

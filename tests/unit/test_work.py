@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -82,3 +83,20 @@ def test_deal_gives_a_rank_its_share_and_counts_that_of_all() -> None:
     (tokens, wasted, operations), *rest = counted
     assert (tokens, wasted, rest) == (18, 0, [])
     assert operations == 2 * flops(Work(9, 0, 10 + 6 + 3), lm, passes=FORWARD)
+
+
+def test_a_model_that_only_looks_is_counted_for_one_pass() -> None:
+    counted: list[float] = []
+    moved, still = model(), model(tied=False)
+    deal(
+        [Cost(4), Cost(3)],
+        max_tokens=100,
+        rank=0,
+        world_size=1,
+        models=[still, moved],
+        passes=FORWARD_AND_BACKWARD,
+        count=lambda tokens, wasted, operations: counted.append(operations),
+        forward_only=[still],
+    )
+    one = flops(Work(7, 0, 10 + 6), moved, passes=FORWARD)
+    assert counted == [pytest.approx(4 * one)]
