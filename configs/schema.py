@@ -31,6 +31,10 @@ class Rounds(Frozen):
     snapshot_every: int = Field(
         default=5, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
     )
+    staleness: Literal[0, 1] = Field(
+        default=0,
+        description="1: a round is sampled, while the one before it trains, from the policy that this one started from",
+    )
 
 
 class Retention(Frozen):
@@ -134,6 +138,12 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"algorithm.num_minibatches: expected at most {rollouts} (prompts_per_round x group_size), "
                 f"found {algorithm.num_minibatches}"
+            )
+        kept = self.retention.policies
+        if rounds.staleness and kept is not None and kept < 2:
+            raise ValueError(
+                "retention.policies: expected at least 2, because with rounds.staleness 1 the last but one has sampled "
+                f"what the next round trains on, found {kept}"
             )
         if self.sft is not None and self.data.demonstrations is None:
             raise ValueError("data.demonstrations: expected a source, because sft is set; found none")

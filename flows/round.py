@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from configs.algorithms import Ppo
+from stages.artifacts.reference import ArtifactRef
 from stages.update_policy.job import TrainerState
+from tasks.beside import beside
 from tasks.compute_logprobs import compute_logprobs
 from tasks.estimate_advantages import estimate_advantages
 from tasks.generate_rollouts import generate_rollouts
@@ -27,22 +32,52 @@ class RoundResult:
     update: Outcome
 
 
-def run_round(
-    run: Run, *, round_index: int, data: Outcome, state: TrainerState, ref_policy: Outcome, reward_model: Outcome | None
-) -> RoundResult:
-    """Run round `round_index` from `state`."""
-    rounds, label = run.config.rounds, f"round-{round_index:03d}"
+@dataclass(frozen=True)
+class Sampled:
+    """The rollouts of a round, and the policy that they are from."""
+
+    rollouts: Outcome
+    policy: ArtifactRef
+
+
+def sample_round(run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef) -> Sampled:
+    """The rollouts of round `round_index` from `policy`."""
+    rounds = run.config.rounds
     rollouts = generate_rollouts(
         run,
-        label=f"{label}-generate_rollouts",
+        label=f"round-{round_index:03d}-generate_rollouts",
         data=data,
-        policy=state.policy,
+        policy=policy,
         purpose="training",
         split="train",
         num_prompts=rounds.prompts_per_round,
         group_size=rounds.group_size,
         round_index=round_index,
     )
+    return Sampled(rollouts=rollouts, policy=policy)
+
+
+def next_round_beside(
+    run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef
+) -> AbstractContextManager[Future[Sampled] | None]:
+    """While the context lasts, the round after this one is sampled from `policy`; not with rounds.staleness 0."""
+    following = round_index + 1
+    if run.config.rounds.staleness == 0 or following == run.config.rounds.count:
+        return nullcontext()
+    return beside(run, partial(sample_round, round_index=following, data=data, policy=policy))
+
+
+def run_round(
+    run: Run,
+    *,
+    round_index: int,
+    sampled: Sampled,
+    state: TrainerState,
+    ref_policy: Outcome,
+    reward_model: Outcome | None,
+) -> RoundResult:
+    """Train on what was sampled for round `round_index`, from `state`."""
+    label, rollouts = f"round-{round_index:03d}", sampled.rollouts
     rewards = score_rollouts(
         run,
         label=f"{label}-score_rollouts",
@@ -50,7 +85,14 @@ def run_round(
         sources=run.config.rewards,
         reward_model=reward_model,
     )
-    logprobs = compute_logprobs(run, round_index=round_index, rollouts=rollouts, state=state, ref_policy=ref_policy.ref)
+    logprobs = compute_logprobs(
+        run,
+        round_index=round_index,
+        rollouts=rollouts,
+        sampled_by=sampled.policy,
+        state=state,
+        ref_policy=ref_policy.ref,
+    )
     advantages = estimate_advantages(
         run, round_index=round_index, rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state
     )
