@@ -189,7 +189,8 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
 
     held_out: the evaluation's metric (gold). proxy: the reward model on the same completions, where it is measured.
     reward: mean over the training rollouts. kl: to the reference, per token, nats. tokens: mean completion length.
-    seconds: in the round's five stages. waiting: between them, orchestration and commits, in this start of the run.
+    seconds: in the round's five stages; with rounds.staleness 1 its generation went on beside the round before.
+    waiting: between them, orchestration and commits, in this start of the run.
     """
     row: Row = {"round": index}
     if evaluation is not None:
