@@ -161,9 +161,9 @@ class _Step:
         means = {n: t if n.endswith("_loss") else t / tokens for n, t in totals.items()}
         if algorithm.max_kl_to_old is not None and not means["kl_to_old"] <= algorithm.max_kl_to_old:
             raise GateError(
-                f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and the one that "
-                f"sampled the round (algorithm.max_kl_to_old), found {means['kl_to_old']:.4g}; nothing of the round is "
-                "kept"
+                f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and the one "
+                f"that sampled the round (algorithm.max_kl_to_old), found {means['kl_to_old']:.4g}; nothing of the "
+                "round is kept"
             )
         return means | norms | {"learning_rate": rate}
 
