@@ -54,12 +54,25 @@ class Resources(Frozen):
 
     trainer: TrainerResources = TrainerResources()
     generator: GeneratorResources = GeneratorResources()
+    take_turns: bool = Field(
+        default=False,
+        description="trainer and generator share their GPUs: whichever is not at work gives its memory back",
+    )
     stall_seconds: float = Field(default=600.0, gt=0.0, description="without progress, a worker is replaced")
     attempts: int = Field(default=3, ge=1, le=10, description="tries of one stage before the run stops")
 
     @model_validator(mode="after")
-    def _disjoint(self) -> "Resources":
-        shared = sorted(set(self.trainer.gpus) & set(self.generator.gpus))
-        if shared:
-            raise ValueError(f"GPUs {shared} are given to both trainer and generator; expected separate devices")
+    def _consistent(self) -> "Resources":
+        trainer = self.trainer
+        shared = sorted(set(trainer.gpus) & set(self.generator.gpus))
+        if shared and not self.take_turns:
+            raise ValueError(
+                f"GPUs {shared} are given to both trainer and generator; expected separate devices, or take_turns: true"
+            )
+        if self.take_turns and (trainer.zero_stage == 0 or trainer.offload_optimizer or trainer.offload_parameters):
+            raise ValueError(
+                "take_turns needs trainer.zero_stage 1, 2 or 3, offload_optimizer: false and offload_parameters: false "
+                f"(the trainer moves all of its state by itself), found {trainer.zero_stage}, "
+                f"{trainer.offload_optimizer} and {trainer.offload_parameters}"
+            )
         return self

@@ -121,6 +121,21 @@ class RunConfig(Frozen):
         return isinstance(self.algorithm, Ppo) or any(isinstance(s, RewardModelSource) for s in sources)
 
     @model_validator(mode="after")
+    def _can_be_stale(self) -> "RunConfig":
+        staleness, kept = self.rounds.staleness, self.retention.policies
+        if staleness and self.resources.take_turns:
+            raise ValueError(
+                "rounds.staleness: expected 0 with resources.take_turns, because with 1 generator and trainer work at "
+                f"the same time, found {staleness}"
+            )
+        if staleness and kept is not None and kept < 2:
+            raise ValueError(
+                "retention.policies: expected at least 2, because with rounds.staleness 1 the last but one has sampled "
+                f"what the next round trains on, found {kept}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":
         algorithm, rounds = self.algorithm, self.rounds
         if rounds.group_size < algorithm.MIN_GROUP_SIZE:
@@ -138,12 +153,6 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"algorithm.num_minibatches: expected at most {rollouts} (prompts_per_round x group_size), "
                 f"found {algorithm.num_minibatches}"
-            )
-        kept = self.retention.policies
-        if rounds.staleness and kept is not None and kept < 2:
-            raise ValueError(
-                "retention.policies: expected at least 2, because with rounds.staleness 1 the last but one has sampled "
-                f"what the next round trains on, found {kept}"
             )
         if self.sft is not None and self.data.demonstrations is None:
             raise ValueError("data.demonstrations: expected a source, because sft is set; found none")

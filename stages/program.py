@@ -22,6 +22,7 @@ from typing import Any, TextIO
 from pydantic import ValidationError
 
 from configs.secrets import RedactedStream, redact
+from stages import turns
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import DamagedArtifact, InputError, RatchetError
@@ -43,12 +44,13 @@ class Context:
     """What a program gets besides its job.
 
     out: the attempt's directory, where it writes. live: objects that stay in memory between jobs, keyed by the
-    fingerprint of the state they hold. rank, world_size: of this process among those that run the job. tokens,
-    wasted_tokens, flops: what models computed for it.
+    fingerprint of the state they hold. takes_turns: whether they must leave the device between jobs. rank, world_size:
+    of this process among those that run the job. tokens, wasted_tokens, flops: what models computed for it.
     """
 
     out: Path
     live: dict[Any, Any] = field(default_factory=dict)
+    takes_turns: bool = False
     rank: int = 0
     world_size: int = 1
     report: Callable[[str, int, int], None] = lambda what, done, total: None
@@ -114,15 +116,16 @@ def execute(job: Job, context: Context) -> Metrics:
     return metrics | context.work()
 
 
-def serve(replies: TextIO, *, warm: str) -> None:
+def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
     """Serve jobs until the control pipe closes: a resident worker.
 
-    Control lines: {"job": path, "out": path}. Reply lines: {"progress": [what, done, total]}, then one
-    {"done": metrics} or {"error": kind, "message": text, ...}.
+    Control lines: {"job": path, "out": path}, or {"rest": true}: leave the device until the next job. Reply lines:
+    {"progress": [what, done, total]}, then one {"done": metrics} or {"error": kind, "message": text, ...}.
     """
     rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
     world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
     live: dict[Any, Any] = {}
+    at_rest = False
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -134,14 +137,24 @@ def serve(replies: TextIO, *, warm: str) -> None:
     reply({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)
+        if order.get("rest"):
+            if not at_rest:
+                turns.rest(live)
+            at_rest = True
+            reply({"rested": True})
+            continue
         context = Context(
             out=Path(order["out"]),
             live=live,
+            takes_turns=takes_turns,
             rank=rank,
             world_size=world_size,
             report=lambda what, done, total: reply({"progress": [what, done, total]}),
         )
         try:
+            if at_rest:
+                turns.resume(live)
+                at_rest = False
             with room_for(context.out):
                 metrics = execute(load_job(Path(order["job"])), context)
             reply({"done": metrics})
@@ -222,12 +235,13 @@ def _worker() -> None:
     parser.add_argument("--replies", type=int, required=True, help="file descriptor for reply lines")
     parser.add_argument("--stacks", type=Path, required=True, help="file for stacks, written on SIGUSR1")
     parser.add_argument("--warm", default="", help="modules to import before the first job")
+    parser.add_argument("--takes-turns", action="store_true", help="leave the device between jobs when told to")
     arguments = parser.parse_args()
     keep_files_private()
     write_stacks_on_signal(arguments.stacks)
     sys.stdout, sys.stderr = RedactedStream(1), RedactedStream(2)
     with os.fdopen(arguments.replies, "w") as replies:
-        serve(replies, warm=arguments.warm)
+        serve(replies, warm=arguments.warm, takes_turns=arguments.takes_turns)
 
 
 if __name__ == "__main__":

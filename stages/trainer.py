@@ -77,6 +77,16 @@ class Trainer:
         self.optimizer_steps = counters["optimizer_steps"]
         self.kl_coef = counters["kl_coef"]
 
+    def rest(self) -> None:
+        """Leave the device to another process."""
+        for engine in filter(None, (self.policy, self.critic)):
+            engine.rest()
+
+    def resume(self) -> None:
+        """Take the device again."""
+        for engine in filter(None, (self.policy, self.critic)):
+            engine.resume()
+
     def save(self, out: Path, *, rank: int) -> None:
         """Write the full state under `out`: trainer/ (DeepSpeed), trainer.json. Every rank must call it."""
         self.policy.save(out / "trainer" / "policy")

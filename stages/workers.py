@@ -6,9 +6,7 @@ start, feed, watch and end processes; knows nothing of Prefect or of what a stag
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import selectors
 import sys
 import threading
@@ -19,27 +17,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from stages.artifacts.errors import (
-    DamagedArtifact,
-    GateError,
-    InputError,
-    RatchetError,
-    ReleasedArtifact,
-    SourceUnavailable,
-    StoreFull,
-    TransientError,
-)
+from stages.artifacts.errors import TransientError
 from stages.job import Job
-from stages.process import ChildProcess
 from stages.rendezvous import Rendezvous
 from stages.shelter import sheltered
 from stages.stacks import Suspect, save_stacks
+from stages.worker import WorkerProcess, reported_error
 
 START_SECONDS = 180.0
-_ERRORS: dict[str, type[RatchetError]] = {
-    error.kind: error for error in (InputError, GateError, SourceUnavailable, StoreFull, TransientError)
-}
-_ARTIFACT_ERRORS = {error.kind: error for error in (DamagedArtifact, ReleasedArtifact)}
 _WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,7 +33,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pool of workers runs on: one process per rank."""
+    """What a pool of workers runs on: one process per rank. takes_turns: its devices are another pool's as well."""
 
     kind: Literal["trainer", "generator"]
     device: Literal["cpu", "cuda"]
@@ -56,6 +41,12 @@ class PoolSpec:
     threads: int
     gpus: tuple[int, ...] = ()
     kv_cache_gib: int = 1
+    takes_turns: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What its processes are told on their command line."""
+        return ("--warm", _WARM[self.kind], *(("--takes-turns",) if self.takes_turns else ()))
 
     @classmethod
     def of(cls, job: Job) -> PoolSpec:
@@ -86,10 +77,11 @@ class WorkerPool:
         self.stall_seconds = stall_seconds
         self.start_seconds = 0.0
         self.waited_seconds = 0.0
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._rendezvous: Rendezvous | None = None
         self._started = 0.0
         self._ready = False
+        self._at_rest = False
         self._ending = threading.RLock()
 
     def __enter__(self) -> WorkerPool:
@@ -115,7 +107,19 @@ class WorkerPool:
         for rank in range(self.spec.ranks):
             env = self._environment(rank, self._rendezvous.path / "rendezvous")
             log = self.logs / f"{self.spec.kind}-{rank}.log"
-            self._workers.append(_Worker(rank, env=env, log=log, warm=_WARM[self.spec.kind]))
+            self._workers.append(WorkerProcess(rank, env=env, log=log, arguments=self.spec.arguments))
+
+    def rest(self, *, on_progress: OnProgress) -> None:
+        """Have its processes leave their devices, if they are there; run() takes them again."""
+        if not self._ready or self._at_rest:
+            return
+        try:
+            for worker in self._workers:
+                worker.send({"rest": True})
+            self._collect(self._workers, deadline=self.stall_seconds, until="rested", on_progress=on_progress)
+        except TransientError:
+            self.kill()  # it holds nothing any more, and that is what was asked
+        self._at_rest = True
 
     def run(self, job: Path, out: Path, *, on_progress: OnProgress, all_ranks: bool = True) -> dict[str, float]:
         """Run one job on every rank (or on rank 0 alone) and return its metrics.
@@ -133,6 +137,7 @@ class WorkerPool:
                 self.start_seconds = time.monotonic() - self._started
             self.waited_seconds = time.monotonic() - called
             workers = self._workers if all_ranks else self._workers[:1]
+            self._at_rest = False
             for worker in workers:
                 worker.send({"job": str(job), "out": str(out)})
             results = self._collect(workers, deadline=self.stall_seconds, until="done", on_progress=on_progress)
@@ -145,7 +150,7 @@ class WorkerPool:
         return dict(shares[0])
 
     def _collect(
-        self, workers: list[_Worker], *, deadline: float, until: str, on_progress: OnProgress
+        self, workers: list[WorkerProcess], *, deadline: float, until: str, on_progress: OnProgress
     ) -> list[dict[str, Any]]:
         """Read replies until every worker has said `until`."""
         answers: dict[int, dict[str, Any]] = {}
@@ -163,7 +168,7 @@ class WorkerPool:
                             if worker.rank == 0:
                                 on_progress(*message["progress"])
                         elif "error" in message:
-                            raise _error(message, worker)
+                            raise reported_error(message, log=worker.log)
                         elif until in message:
                             answers[worker.rank] = message
                 waiting = [worker for worker in workers if worker.rank not in answers]
@@ -173,14 +178,14 @@ class WorkerPool:
                     raise self._hung(silent, deadline)
         return [answers[worker.rank] for worker in workers]
 
-    def _silent(self, waiting: list[_Worker], heard: dict[int, float], deadline: float) -> list[_Worker]:
+    def _silent(self, waiting: list[WorkerProcess], heard: dict[int, float], deadline: float) -> list[WorkerProcess]:
         """Those of `waiting` that have shown no progress for too long."""
         latest = max(heard.values())
         together = self.spec.kind == "trainer"
         now = time.monotonic()
         return [worker for worker in waiting if now - (latest if together else heard[worker.rank]) > deadline]
 
-    def _hung(self, silent: list[_Worker], deadline: float) -> TransientError:
+    def _hung(self, silent: list[WorkerProcess], deadline: float) -> TransientError:
         """The error that names the ranks, once what every process of the pool was doing is saved."""
         why = f"worker rank {[worker.rank for worker in silent]}: expected progress within {deadline:g} s, found none"
         suspects = [Suspect(worker.rank, worker.child.pid, worker.stacks) for worker in self._workers]
@@ -214,7 +219,7 @@ class WorkerPool:
 
     def _forget(self) -> None:
         self._workers = []
-        self._ready = False
+        self._ready = self._at_rest = False
         if self._rendezvous is not None:
             self._rendezvous.close()
             self._rendezvous = None
@@ -249,66 +254,3 @@ class WorkerPool:
             share = len(spec.gpus) // spec.ranks
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(g) for g in spec.gpus[rank * share : (rank + 1) * share])
         return env
-
-
-class _Worker:
-    """One process and its two pipes."""
-
-    def __init__(self, rank: int, *, env: dict[str, str], log: Path, warm: str) -> None:
-        self.rank = rank
-        self.log = log
-        self.stacks = log.with_suffix(".stacks.txt")
-        self.replies, write_end = os.pipe()
-        argv = [sys.executable, "-m", "stages.program", "--replies", str(write_end), "--stacks", str(self.stacks)]
-        try:
-            self.child = ChildProcess([*argv, "--warm", warm], env=env, log=log, reply_descriptor=write_end)
-        except BaseException:
-            os.close(self.replies)
-            raise
-        finally:
-            os.close(write_end)
-        self._buffer = b""
-
-    def send(self, order: dict[str, str]) -> None:
-        assert self.child.process.stdin is not None
-        try:
-            self.child.process.stdin.write(json.dumps(order).encode() + b"\n")
-            self.child.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._lost() from None
-
-    def read(self) -> list[dict[str, Any]]:
-        """The whole lines that have arrived. Raises TransientError at end-of-file: the process is gone."""
-        data = os.read(self.replies, 65536)
-        if not data:
-            raise self._lost()
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def require_alive(self) -> None:
-        """Raise TransientError if the process has ended and all it said is read.
-
-        End-of-file alone does not tell: what the worker started may hold the pipe open.
-        """
-        if self.child.process.poll() is not None and not select.select([self.replies], [], [], 0)[0]:
-            raise self._lost()
-
-    def close(self) -> None:
-        os.close(self.replies)
-
-    def _lost(self) -> TransientError:
-        self.child.kill()
-        code = self.child.process.poll()
-        how = "no exit code" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"
-        return TransientError(f"worker rank {self.rank} (pid {self.child.pid}) ended with {how}; log: {self.log}")
-
-
-def _error(message: dict[str, Any], worker: _Worker) -> RatchetError:
-    """The error that a stage reported, as the class it was raised with."""
-    kind, text = message["error"], message["message"]
-    if kind in _ARTIFACT_ERRORS:
-        stage, fingerprint = message["artifact"]
-        return _ARTIFACT_ERRORS[kind](text, stage=stage, fingerprint=fingerprint)
-    if kind in _ERRORS:
-        return _ERRORS[kind](text)
-    return RatchetError(f"{text}; log: {worker.log}")

@@ -186,12 +186,17 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> _Made:
     """Launch, then commit. Raises TransientError if a worker is lost."""
     pool = run.pool(run.generator_spec() if job.WORKER == "generator" else run.trainer_spec())
     attempt = store.new_attempt(job)
+
+    def show(what: str, done: int, total: int) -> None:
+        run.display.progress(label, what, done, total)
+
+    run.make_room_for(pool.spec, on_progress=show)
     started = time.monotonic()
     try:
         metrics = pool.run(
             layout.run_job(run.directory, label),
             attempt,
-            on_progress=lambda what, done, total: run.display.progress(label, what, done, total),
+            on_progress=show,
             all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
         )
     except RatchetError:

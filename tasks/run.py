@@ -18,7 +18,7 @@ from stages.artifacts.errors import RatchetError
 from stages.artifacts.lease import Lease
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
-from stages.workers import PoolSpec, WorkerPool
+from stages.workers import OnProgress, PoolSpec, WorkerPool
 from tasks.kept import kept_stages
 
 
@@ -193,10 +193,30 @@ class Run:
         resources = self.config.resources.generator
         compute = self.generator()
         return PoolSpec(
-            "generator", compute.device, compute.ranks, compute.threads, compute.gpus, resources.kv_cache_gib
+            kind="generator",
+            device=compute.device,
+            ranks=compute.ranks,
+            threads=compute.threads,
+            gpus=compute.gpus,
+            kv_cache_gib=resources.kv_cache_gib,
+            takes_turns=self.config.resources.take_turns,
         )
 
     def trainer_spec(self) -> PoolSpec:
         """The trainer's pool. A stage that needs one process runs on rank 0 of the same pool."""
         every = self.trainer(every_rank=True)
-        return PoolSpec("trainer", every.device, every.ranks, every.threads, every.gpus)
+        return PoolSpec(
+            kind="trainer",
+            device=every.device,
+            ranks=every.ranks,
+            threads=every.threads,
+            gpus=every.gpus,
+            takes_turns=self.config.resources.take_turns,
+        )
+
+    def make_room_for(self, spec: PoolSpec, *, on_progress: OnProgress) -> None:
+        """Where workers take turns, have all others leave the devices."""
+        if self.config.resources.take_turns:
+            for other, pool in self._pools.items():
+                if other != spec:
+                    pool.rest(on_progress=on_progress)

@@ -18,7 +18,7 @@ from types import TracebackType
 
 from stages.artifacts.errors import LeaseHeld
 
-_NAME_SECONDS = 1.0
+_LEAVING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,19 @@ class Owner:
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host} since {self.since}"
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it was a process of this host and is none any more."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
 
 
 class Lease:
@@ -50,7 +63,7 @@ class Lease:
 
     def __enter__(self) -> Lease:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _NAME_SECONDS
+        deadline = time.monotonic() + _LEAVING_SECONDS
         while self._file is None:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
             try:
@@ -58,7 +71,9 @@ class Lease:
             except BlockingIOError:
                 owner = _read(descriptor)
                 os.close(descriptor)
-                if owner is None and time.monotonic() < deadline:  # it has the lock and is about to write its name
+                # Who has the lock may not have written its name yet; and a process that an owner was starting as it
+                # died holds the lock with it until its own program begins.
+                if (owner is None or owner.is_dead) and time.monotonic() < deadline:
                     time.sleep(0.01)
                     continue
                 self._wrest(owner)

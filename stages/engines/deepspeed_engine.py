@@ -131,6 +131,14 @@ class TrainingEngine:
                 state[name] = tensor.detach().cpu().clone()
         return state
 
+    def rest(self) -> None:
+        """Move parameters, gradients and optimizer moments to host memory, so that another process has the device."""
+        self._engine.offload_states(pin_memory=self.device.type == "cuda")
+
+    def resume(self) -> None:
+        """Move them back."""
+        self._engine.reload_states()
+
     def barrier(self) -> None:
         """Wait for every rank."""
         dist.barrier()

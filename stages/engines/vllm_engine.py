@@ -53,6 +53,7 @@ class GenerationEngine:
         max_model_tokens: int,
         eos: int,
         resources: GeneratorResources,
+        takes_turns: bool = False,
     ) -> None:
         self.policy_version = policy_version
         self._eos = eos
@@ -78,7 +79,22 @@ class GenerationEngine:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             trust_remote_code=False,
+            enable_sleep_mode=takes_turns and current_platform.is_cuda(),
         )
+
+    def rest(self) -> None:
+        """Leave the device to another process: weights and key-value cache are gone, the next policy brings its own.
+
+        On CPU vLLM keeps both.
+        """
+        self.policy_version = ""
+        if current_platform.is_cuda():
+            self._llm.sleep(level=2)
+
+    def resume(self) -> None:
+        """Take the device again; use_policy() must follow."""
+        if current_platform.is_cuda():
+            self._llm.wake_up()
 
     def use_policy(self, policy: Path, *, policy_version: str) -> None:
         """Replace the weights in place, unless the engine holds this version already."""

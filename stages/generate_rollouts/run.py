@@ -112,6 +112,7 @@ def _engine(job: GenerateRollouts, context: Context) -> GenerationEngine:
         max_model_tokens=parameters.max_prompt_tokens + parameters.max_completion_tokens,
         eos=_tokenizer(job, context).eos_token_id,
         resources=parameters.generator,
+        takes_turns=context.takes_turns,
     )
     context.live[_ENGINE_LIVE] = (shape, engine)
     return engine

@@ -17,7 +17,12 @@ from stages.rewards.options import validate_options
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))
-REAL_MODELS = {"llama_8b_8x80gb.yaml", "qwen_7b_2x40gb_lora.yaml", "qwen_7b_2x24gb_lora.yaml"}
+REAL_MODELS = {
+    "llama_8b_8x80gb.yaml",
+    "qwen_7b_1x80gb_lora.yaml",
+    "qwen_7b_2x40gb_lora.yaml",
+    "qwen_7b_2x24gb_lora.yaml",
+}
 
 SMALL: dict[str, Any] = {
     "name": "small",
@@ -254,8 +259,24 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
     (
         "one GPU for two",
         ["resources.trainer.gpus=[0]", "resources.generator.gpus=[0]"],
-        ["resources", "GPUs [0]", "separate devices"],
+        ["resources", "GPUs [0]", "separate devices", "take_turns"],
     ),
+    (
+        "turns without ZeRO",
+        ["resources.take_turns=true", "resources.trainer.zero_stage=0"],
+        ["resources", "take_turns needs trainer.zero_stage 1, 2 or 3", "found 0"],
+    ),
+    (
+        "both at work on what they share",
+        ["rounds.staleness=1", "resources.take_turns=true"],
+        ["rounds.staleness", "expected 0 with resources.take_turns", "found 1"],
+    ),
+    (
+        "one policy where two are needed",
+        ["rounds.staleness=1", "retention.policies=1"],
+        ["retention.policies", "at least 2", "rounds.staleness", "found 1"],
+    ),
+    ("a lag of two rounds", ["rounds.staleness=2"], ["rounds.staleness", "0 or 1", "2"]),
     (
         "engines without GPUs enough",
         ["resources.generator.engines=2", "resources.generator.gpus=[0]"],

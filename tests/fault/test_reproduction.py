@@ -87,6 +87,16 @@ def test_with_new_workers_for_every_stage_it_ends_with_the_same_bits(
     assert different == [] and starts > 30
 
 
+def test_with_workers_that_take_turns_on_their_devices_it_ends_with_the_same_bits(
+    nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
+) -> None:
+    """Whichever of trainer and generator is not at work has left; the generator takes its weights anew each turn."""
+    for reference in references.values():
+        nursery.finish(reference.case, tmp_path / reference.case.name, overrides={"resources.take_turns": True})
+        different = compared(reference, tmp_path / reference.case.name)
+        assert [line for line in different if "document config.json" not in line] == []
+
+
 def test_r03_in_processes_of_their_own_it_is_the_same(
     nursery: Nursery, references: Mapping[str, Reference], tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from configs.load import load_config
 from flows.server import prefect_server
-from stages import workers
+from stages import worker, workers
 from stages.artifacts.errors import RatchetError, TransientError
 from stages.artifacts.store import verify
 from stages.job import Job
@@ -44,8 +44,8 @@ HANGS: dict[str, tuple[int, str, int | None, list[int], list[str]]] = {
 
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = workers.ChildProcess
-    monkeypatch.setattr(workers, "ChildProcess", lambda argv, **more: real(toy_command(argv), **more))
+    real = worker.ChildProcess
+    monkeypatch.setattr(worker, "ChildProcess", lambda argv, **more: real(toy_command(argv), **more))
 
 
 def open_files() -> int:

@@ -152,6 +152,19 @@ def test_a_fresh_process_makes_the_same_bits_from_the_saved_state(
     assert different == []
 
 
+def test_a_trainer_that_left_its_device_goes_on_with_the_same_bits(house: House, updates: dict[str, Updates]) -> None:
+    """Parameters, gradients and moments moved away and back between two jobs, for every ZeRO stage that can."""
+    different: list[str] = []
+    with house.pools.fresh("trainer", ranks=2) as pool:
+        for name, chosen in CASES.items():
+            if chosen.trainer.ranks == 2 and chosen.trainer.zero_stage > 0:
+                for job in (updates[name].first, updates[name].second, SnapshotTrainer.after(updates[name].second)):
+                    again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
+                    different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
+                    pool.rest(on_progress=lambda what, done, total: None)
+    assert different == []
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_a_snapshot_the_rollouts_lead_to_the_same_bits(
     house: House, updates: dict[str, Updates], ranks: int

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from configs.load import load_config
-from stages import workers
+from stages import worker
 from stages.artifacts.errors import DamagedArtifact, GateError, TransientError, WorkersLost
 from stages.artifacts.reference import ArtifactRef
 from tasks.beside import beside
@@ -30,8 +30,8 @@ from tests.unit.test_workers import toy_command
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    real = workers.ChildProcess
-    monkeypatch.setattr(workers, "ChildProcess", lambda argv, **more: real(toy_command(argv), **more))
+    real = worker.ChildProcess
+    monkeypatch.setattr(worker, "ChildProcess", lambda argv, **more: real(toy_command(argv), **more))
     config = load_config("configs/quickstart.yaml", overrides={"store": str(tmp_path / "store")})
     with Run(config, display=Lines()) as run:
         yield run

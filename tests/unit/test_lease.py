@@ -65,6 +65,34 @@ def test_the_lease_of_a_dead_owner_is_free_at_once(tmp_path: Path, holder: subpr
         assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
 
 
+LEAVE_A_CHILD = """
+import os, sys, time
+from pathlib import Path
+from stages.artifacts.lease import Lease
+with Lease(Path(sys.argv[1]), what="it"):
+    if os.fork() == 0:
+        os.close(1)
+        time.sleep(float(sys.argv[2]))
+    else:
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("seconds", "is_free"), [(0.3, True), (4.0, False)])
+def test_a_dead_owner_is_waited_for_while_what_it_was_starting_holds_its_lock(
+    tmp_path: Path, seconds: float, is_free: bool
+) -> None:
+    command = [sys.executable, "-c", LEAVE_A_CHILD, str(tmp_path / "lock"), str(seconds)]
+    owner = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    assert owner.wait() == -signal.SIGKILL
+    if is_free:
+        with Lease(tmp_path / "lock", what="it"):
+            assert f'"pid": {os.getpid()}' in (tmp_path / "lock").read_text()
+    else:
+        with pytest.raises(LeaseHeld, match=f"pid {owner.pid} on "), Lease(tmp_path / "lock", what="it"):
+            pass
+
+
 def test_a_lease_that_was_taken_over_commits_nothing_more(job: Toy, tmp_path: Path) -> None:
     """The paused owner, seen from inside: it holds its flock still, and finds at the commit that it is fenced off."""
     attempt = store.new_attempt(job)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stages import workers
+from stages import worker
 from stages.artifacts.errors import (
     DamagedArtifact,
     GateError,
@@ -102,12 +102,12 @@ def toy_command(argv: list[str]) -> list[str]:
 @pytest.fixture
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the toy program in the place of `python -m stages.program`."""
-    real = workers.ChildProcess
+    real = worker.ChildProcess
 
-    def start(argv: list[str], **more: object) -> workers.ChildProcess:
+    def start(argv: list[str], **more: object) -> worker.ChildProcess:
         return real(toy_command(argv), **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "ChildProcess", start)
+    monkeypatch.setattr(worker, "ChildProcess", start)
 
 
 @pytest.fixture
@@ -129,6 +129,10 @@ def run(pool: WorkerPool, words: str, *, seen: list[tuple[str, int, int]] | None
             seen.append((what, done, total))
 
     return pool.run(Path(f"/{words}"), Path("/out"), on_progress=note)
+
+
+def ignored(what: str, done: int, total: int) -> None:
+    """Progress that nobody looks at."""
 
 
 def is_alive(pid: int) -> bool:
@@ -229,13 +233,31 @@ def test_a_worker_that_died_between_jobs(open_pool: Callable[..., WorkerPool]) -
     assert run(pool, "add 6")["sum"] == 6.0
 
 
+def test_a_pool_at_rest_lives_on_and_one_that_cannot_rest_is_ended(
+    open_pool: Callable[..., WorkerPool],
+) -> None:
+    """What a killed pool held on its device is gone as well, which is all that was asked."""
+    pool = open_pool()
+    pool.rest(on_progress=ignored)
+    assert not pool.is_started  # nobody is there who would have to leave
+    pid = run(pool, "add 1")["pid"]
+    pool.rest(on_progress=ignored)
+    pool.rest(on_progress=ignored)
+    assert run(pool, "add 2")["pid"] == pid
+    os.kill(int(pid), signal.SIGKILL)
+    assert wait_until(lambda: not is_alive(int(pid)))
+    pool.rest(on_progress=ignored)
+    assert not pool.is_started
+    assert run(pool, "add 3")["sum"] == 3.0
+
+
 PARENT = """
 import json, sys
 from pathlib import Path
 import tests.unit.test_workers as here
-from stages import workers
-real = workers.ChildProcess
-workers.ChildProcess = lambda argv, **more: real(here.toy_command(argv), **more)
+from stages import worker, workers
+real = worker.ChildProcess
+worker.ChildProcess = lambda argv, **more: real(here.toy_command(argv), **more)
 pool = workers.WorkerPool(workers.PoolSpec("trainer", "cpu", 2, 1), logs=Path(sys.argv[1]))
 def show(what, done, total):
     print(json.dumps([int(what.split()[1]), *(w.child.pid for w in pool._workers)]), flush=True)
