@@ -91,7 +91,7 @@ class _Shared(Frozen):
     kl_target: float | None = Field(default=None, gt=0.0, description="sets the adaptive controller's target")
     kl_horizon: float = Field(default=10_000.0, gt=0.0, description="in rollouts")
     max_kl_to_old: float | None = Field(
-        default=None, gt=0.0, description="nats per token from the round's start; a step beyond it stops the run"
+        default=None, gt=0.0, description="nats per token from the policy that sampled; a step beyond it stops the run"
     )
     reward_clip: float | None = Field(default=None, gt=0.0, description="of the reward, less the group's baseline")
     truncated: Literal["keep", "mask"] = Field(default="keep", description="whether cut completions are trained on")

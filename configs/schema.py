@@ -45,6 +45,10 @@ class Rounds(Frozen):
     snapshot_every: int = Field(
         default=5, ge=1, description="rounds between snapshots of the full trainer state; it changes no result"
     )
+    staleness: Literal[0, 1] = Field(
+        default=0,
+        description="1: a round is sampled, while the one before it trains, from the policy that this one started from",
+    )
 
 
 class Retention(Frozen):
@@ -133,6 +137,26 @@ class RunConfig(Frozen):
     @property
     def _critic_needs_reward_model(self) -> bool:
         return isinstance(self.algorithm, Ppo) and isinstance(self.algorithm.critic.initialize_from, FromRewardModel)
+
+    @model_validator(mode="after")
+    def _can_be_stale(self) -> "RunConfig":
+        staleness, kept = self.rounds.staleness, self.retention.policies
+        if staleness and self.resources.take_turns:
+            raise ValueError(
+                "rounds.staleness: expected 0 with resources.take_turns, because with 1 generator and trainer work at "
+                f"the same time, found {staleness}"
+            )
+        if staleness and self.rounds.dynamic_sampling is not None:
+            raise ValueError(
+                "rounds.staleness: expected 0 with rounds.dynamic_sampling, because refills need the generator "
+                f"while it samples the next round, found {staleness}"
+            )
+        if staleness and kept is not None and kept < 2:
+            raise ValueError(
+                "retention.policies: expected at least 2, because with rounds.staleness 1 the last but one has sampled "
+                f"what the next round trains on, found {kept}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> "RunConfig":

@@ -9,6 +9,7 @@ from configs.algorithms import Ppo
 from configs.sources import PolicySamplesSource
 from flows.report import Report
 from flows.round import run_round
+from flows.sampling import Sampled, next_round_beside, sample_round
 from stages.update_policy.job import TrainerState
 from tasks.evaluate_policy import evaluate
 from tasks.initialize_critic import initialize_critic
@@ -64,18 +65,24 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
         state = TrainerState(policy=models.ref_policy.ref, critic=critic.ref)
     data, reward_model = models.data, models.reward_model
     report.start(evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment="before"))
+    ahead: Sampled | None = None
     for round_index in range(config.rounds.count):
-        result = run_round(
-            run,
-            round_index=round_index,
-            data=data,
-            state=state,
-            ref_policy=models.ref_policy,
-            reward_model=reward_model,
-        )
-        state, is_last = result.state, round_index + 1 == config.rounds.count
-        if (round_index + 1) % config.rounds.snapshot_every == 0 or is_last:
-            snapshot_trainer(run, round_index=round_index, state=state)
+        sampled = ahead or sample_round(run, round_index=round_index, data=data, policy=state.policy)
+        is_last = round_index + 1 == config.rounds.count
+        with next_round_beside(run, round_index=round_index, data=data, policy=state.policy) as following:
+            result = run_round(
+                run,
+                round_index=round_index,
+                sampled=sampled,
+                data=data,
+                state=state,
+                ref_policy=models.ref_policy,
+                reward_model=reward_model,
+            )
+            state = result.state
+            if (round_index + 1) % config.rounds.snapshot_every == 0 or is_last:
+                snapshot_trainer(run, round_index=round_index, state=state)
+        ahead = following.result() if following is not None else None
         evaluation = None
         if (round_index + 1) % config.evaluation.every == 0 or is_last:
             moment = f"after-{round_index:03d}"

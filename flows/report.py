@@ -190,8 +190,9 @@ def round_row(index: int, result: RoundResult | None, evaluation: Outcome | None
 
     held_out: the evaluation's metric (gold). proxy: the reward model on the same completions, where it is measured.
     reward: mean over all rollouts of the round, trained on or not. kl: to the reference, per token, nats. tokens: mean
-    completion length. seconds: in the round's stages. waiting: between them, orchestration and commits, in this start
-    of the run. With dynamic sampling also batches, and dropped: the share of groups without a signal.
+    completion length. seconds: in the round's stages; with rounds.staleness 1 its generation went on beside the round
+    before. waiting: between them, orchestration and commits, in this start of the run. With dynamic sampling also
+    batches, and dropped: the share of groups without a signal.
     """
     row: Row = {"round": index}
     if evaluation is not None:

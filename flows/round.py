@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.algorithms import Ppo
-from flows.sampling import RoundSampling, sample_round
+from flows.sampling import RoundSampling, Sampled, score_round
 from stages.update_policy.job import TrainerState
 from tasks.compute_logprobs import compute_logprobs
 from tasks.estimate_advantages import estimate_advantages
@@ -26,12 +26,26 @@ class RoundResult:
 
 
 def run_round(
-    run: Run, *, round_index: int, data: Outcome, state: TrainerState, ref_policy: Outcome, reward_model: Outcome | None
+    run: Run,
+    *,
+    round_index: int,
+    sampled: Sampled,
+    data: Outcome,
+    state: TrainerState,
+    ref_policy: Outcome,
+    reward_model: Outcome | None,
 ) -> RoundResult:
-    """Run round `round_index` from `state`."""
-    sampling = sample_round(run, round_index=round_index, data=data, policy=state.policy, reward_model=reward_model)
+    """Train on what was sampled for round `round_index`, from `state`."""
+    sampling = score_round(run, round_index=round_index, sampled=sampled, data=data, reward_model=reward_model)
     rollouts, rewards = sampling.rollouts, sampling.rewards
-    logprobs = compute_logprobs(run, round_index=round_index, rollouts=rollouts, state=state, ref_policy=ref_policy.ref)
+    logprobs = compute_logprobs(
+        run,
+        round_index=round_index,
+        rollouts=rollouts,
+        sampled_by=sampled.policy,
+        state=state,
+        ref_policy=ref_policy.ref,
+    )
     advantages = estimate_advantages(
         run, round_index=round_index, rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state
     )

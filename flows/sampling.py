@@ -5,10 +5,14 @@ Every batch is an artifact of its own; how many there are follows from the selec
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from configs.schema import DynamicSampling
 from stages.artifacts.reference import ArtifactRef
+from tasks.beside import beside
 from tasks.generate_rollouts import generate_rollouts
 from tasks.run import Outcome, Run
 from tasks.score_rollouts import score_rollouts
@@ -46,25 +50,37 @@ class RoundSampling:
         return (*(outcome for batch in self.batches for outcome in (batch.rollouts, batch.rewards)), *self.selections)
 
 
-def sample_round(
-    run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef, reward_model: Outcome | None
-) -> RoundSampling:
-    """Sample and score a round with `policy`."""
-    rounds, label = run.config.rounds, f"round-{round_index:03d}"
+@dataclass(frozen=True)
+class Sampled:
+    """A round's first rollouts, and the policy that all of its rollouts are from."""
 
-    def sample(batch: int, label: str) -> Batch:
-        rollouts = generate_rollouts(
-            run,
-            label=f"{label}-generate_rollouts",
-            data=data,
-            policy=policy,
-            purpose="training",
-            split="train",
-            num_prompts=rounds.prompts_per_round,
-            group_size=rounds.group_size,
-            round_index=round_index,
-            batch=batch,
-        )
+    rollouts: Outcome
+    policy: ArtifactRef
+
+
+def sample_round(run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef) -> Sampled:
+    """The first rollouts of round `round_index`, from `policy`."""
+    label = f"round-{round_index:03d}"
+    return Sampled(_generate(run, label=label, round_index=round_index, data=data, policy=policy, batch=0), policy)
+
+
+def next_round_beside(
+    run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef
+) -> AbstractContextManager[Future[Sampled] | None]:
+    """While the context lasts, the round after this one is sampled from `policy`; not with rounds.staleness 0."""
+    following = round_index + 1
+    if run.config.rounds.staleness == 0 or following == run.config.rounds.count:
+        return nullcontext()
+    return beside(run, partial(sample_round, round_index=following, data=data, policy=policy))
+
+
+def score_round(
+    run: Run, *, round_index: int, sampled: Sampled, data: Outcome, reward_model: Outcome | None
+) -> RoundSampling:
+    """Score what was sampled; with dynamic sampling choose from it, and sample more where too few are left."""
+    rule, label = run.config.rounds.dynamic_sampling, f"round-{round_index:03d}"
+
+    def scored(rollouts: Outcome, label: str) -> Batch:
         rewards = score_rollouts(
             run,
             label=f"{label}-score_rollouts",
@@ -74,27 +90,43 @@ def sample_round(
         )
         return Batch(rollouts, rewards)
 
-    if rounds.dynamic_sampling is None:
-        return RoundSampling((sample(0, label),))
-    batches: list[Batch] = []
+    batches = [scored(sampled.rollouts, label)]
+    if rule is None:
+        return RoundSampling(tuple(batches))
     selections: list[Outcome] = []
-    most = _most_batches(run, rounds.dynamic_sampling, data)
-    for index in range(most):
-        at = label if index == 0 else f"{label}-refill-{index}"
-        batches.append(sample(index, at))
+    most, at = _most_batches(run, rule, data), label
+    while True:
         selection = select_rollouts(
             run,
             label=f"{at}-select_rollouts",
             round_index=round_index,
-            rule=rounds.dynamic_sampling,
+            rule=rule,
             rollouts=[batch.rollouts for batch in batches],
             rewards=[batch.rewards for batch in batches],
-            is_last=index + 1 == most,
+            is_last=len(batches) == most,
         )
         selections.append(selection)
-        if selection.metrics["groups_selected"] == rounds.prompts_per_round:
-            break
-    return RoundSampling(tuple(batches), tuple(selections))
+        if len(batches) == most or selection.metrics["groups_selected"] == run.config.rounds.prompts_per_round:
+            return RoundSampling(tuple(batches), tuple(selections))
+        at, policy = f"{label}-refill-{len(batches)}", sampled.policy
+        more = _generate(run, label=at, round_index=round_index, data=data, policy=policy, batch=len(batches))
+        batches.append(scored(more, at))
+
+
+def _generate(run: Run, *, label: str, round_index: int, data: Outcome, policy: ArtifactRef, batch: int) -> Outcome:
+    rounds = run.config.rounds
+    return generate_rollouts(
+        run,
+        label=f"{label}-generate_rollouts",
+        data=data,
+        policy=policy,
+        purpose="training",
+        split="train",
+        num_prompts=rounds.prompts_per_round,
+        group_size=rounds.group_size,
+        round_index=round_index,
+        batch=batch,
+    )
 
 
 def _most_batches(run: Run, rule: DynamicSampling, data: Outcome) -> int:

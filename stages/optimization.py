@@ -14,12 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from configs.algorithms import Algorithm, Ppo
-from stages.artifacts import schemas
+from configs.algorithms import Ppo
 from stages.artifacts.errors import GateError
 from stages.artifacts.seeds import seed_at
-from stages.artifacts.shards import by_key, read_rows, same_keys
-from stages.artifacts.store import open_artifact
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.engines.schedule import learning_rate
 from stages.models.batches import Microbatch, minibatches, named
@@ -29,13 +26,12 @@ from stages.rl.aggregation import token_weights
 from stages.rl.kl import KlLimits, adaptive_kl_coefficient, kl_estimate
 from stages.rl.losses import policy_loss, value_loss_clip
 from stages.rl.mismatch import mismatch, mismatch_weights
+from stages.round_rows import joined_rows
 from stages.trainer import Trainer
 from stages.update_policy.job import UpdatePolicy
 
 Row = dict[str, Any]
-_OPTIONAL = ("ref_logprobs", "values", "returns")
 _LEARNT = {"policy_grad_norm", "critic_grad_norm"}
-_COLUMNS = ("old_logprobs", "advantages", *_OPTIONAL)
 
 
 @dataclass(frozen=True)
@@ -59,47 +55,6 @@ def warms_up_critic(job: UpdatePolicy) -> bool:
     """Whether the round is one in which the critic alone learns."""
     algorithm = job.parameters.settings.algorithm
     return isinstance(algorithm, Ppo) and job.parameters.round_index < algorithm.critic.warmup_rounds
-
-
-def joined_rows(job: UpdatePolicy) -> list[Row]:
-    """The round's rows in canonical order, files joined by key."""
-    tables = {}
-    for name, schema in (
-        ("rollouts", schemas.ROLLOUTS),
-        ("logprobs", schemas.LOGPROBS),
-        ("advantages", schemas.ADVANTAGES),
-    ):
-        directory = open_artifact(job.store, getattr(job.inputs, name))
-        tables[name] = by_key(read_rows(directory, name, schema), where=name)
-        same_keys(tables["rollouts"], tables[name], left_name="rollouts", right_name=name)
-    rows = [
-        tables["rollouts"][key] | tables["logprobs"][key] | tables["advantages"][key]
-        for key in sorted(tables["rollouts"])
-    ]
-    _refuse_unusable(rows, job.parameters.settings.algorithm)
-    return rows
-
-
-def _refuse_unusable(rows: list[Row], algorithm: Algorithm) -> None:
-    """Gate: rows enough for every optimizer step, and a finite number per completion token in each column."""
-    if len(rows) < algorithm.num_minibatches:
-        raise GateError(f"expected at least {algorithm.num_minibatches} rollouts, one per minibatch, found {len(rows)}")
-    after_end = 1 if isinstance(algorithm, Ppo) and algorithm.reward_placement == "first_pad" else 0
-    longer = {"values": (after_end,), "returns": (0, after_end)}
-    for row in rows:
-        tokens = len(row["completion_ids"])
-        for name in _COLUMNS:
-            values = row[name]
-            allowed = {tokens + more for more in longer.get(name, (0,))} | ({0} if name in _OPTIONAL else set())
-            if len(values) not in allowed:
-                raise GateError(f"{_key(row)}: expected {tokens} {name}, one per token, found {len(values)}")
-            for value in values:
-                if not math.isfinite(value):
-                    raise GateError(f"{_key(row)}: expected finite {name}, found {value}; no optimizer step was made")
-
-
-def _key(row: Row) -> str:
-    return f"rollout prompt_id {row['prompt_id']}, sample_index {row['sample_index']}"
 
 
 def _make_steps(job: UpdatePolicy, trainer: Trainer, rows: list[Row], context: Context) -> list[dict[str, float]]:
@@ -186,8 +141,9 @@ class _Step:
             means["value_clip_fraction"] = totals["value_clip_fraction"] / values
         if algorithm.max_kl_to_old is not None and not means["kl_to_old"] <= algorithm.max_kl_to_old:
             raise GateError(
-                f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and that of the "
-                f"round's start (algorithm.max_kl_to_old), found {means['kl_to_old']:.4g}; nothing of the round is kept"
+                f"{step}: expected at most {algorithm.max_kl_to_old} nats per token between the policy and the one "
+                f"that sampled the round (algorithm.max_kl_to_old), found {means['kl_to_old']:.4g}; nothing of the "
+                "round is kept"
             )
         return means | figures
 

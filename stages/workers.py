@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class WorkerPool:
         self._started = 0.0
         self._ready = False
         self._at_rest = False
+        self._ending = threading.RLock()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -193,21 +195,27 @@ class WorkerPool:
             saved = f"could not be saved ({error})"
         return TransientError(f"{self.spec.kind} {why}; what its processes did: {saved}; log: {silent[0].log}")
 
+    def interrupt(self) -> None:
+        """From another thread than that of run(), which then raises TransientError: kill whatever is there."""
+        for worker in list(self._workers):
+            worker.child.signal_kill()
+
     def kill(self) -> None:
         """End every process of the pool at once; the next run() starts new ones."""
-        for worker in self._workers:
-            worker.child.signal_kill()
-        for worker in self._workers:
-            worker.child.kill()
-            worker.close()
-        self._forget()
+        with self._ending:
+            self.interrupt()
+            for worker in self._workers:
+                worker.child.kill()
+                worker.close()
+            self._forget()
 
     def close(self) -> None:
         """End the pool: nothing in it is worth keeping."""
-        for worker in self._workers:
-            worker.child.close(grace_seconds=10.0)
-            worker.close()
-        self._forget()
+        with self._ending:
+            for worker in self._workers:
+                worker.child.close(grace_seconds=10.0)
+                worker.close()
+            self._forget()
 
     def _forget(self) -> None:
         self._workers = []

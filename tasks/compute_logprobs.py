@@ -13,9 +13,15 @@ MAX_MISMATCH = {"float32": 1e-4, "bfloat16": 0.05}
 
 @stage_task
 def compute_logprobs(
-    run: Run, *, round_index: int, rollouts: Outcome, state: TrainerState, ref_policy: ArtifactRef
+    run: Run,
+    *,
+    round_index: int,
+    rollouts: Outcome,
+    sampled_by: ArtifactRef,
+    state: TrainerState,
+    ref_policy: ArtifactRef,
 ) -> Outcome:
-    """Have trainer, reference and critic look at the round's rollouts."""
+    """Have the policy that sampled the round's rollouts, the reference and the critic look at them."""
     config = run.config
     asks_for_kl = config.algorithm.kl_coef > 0 or config.algorithm.kl_target is not None
     settings = UpdateSettings(model=config.model, algorithm=config.algorithm, trainer=config.resources.trainer)
@@ -23,7 +29,12 @@ def compute_logprobs(
         store=run.store,
         seed=config.seed,
         compute=run.trainer(every_rank=True),
-        inputs=Inputs(rollouts=rollouts.ref, state=state, ref_policy=ref_policy if asks_for_kl else None),
+        inputs=Inputs(
+            rollouts=rollouts.ref,
+            state=state,
+            ref_policy=ref_policy if asks_for_kl else None,
+            sampled_by=None if sampled_by == state.policy else sampled_by,
+        ),
         parameters=Parameters(
             temperature=config.sampling.temperature,
             settings=settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 import traceback
 
@@ -77,13 +78,15 @@ class Console:
         self._bars: Progress | None = None
         self._bar: TaskID | None = None
         self._shown = ""
+        self._lock = threading.Lock()
 
     def say(self, line: str) -> None:
         """Print the line, and log it to Prefect inside a flow run."""
         self._last = time.monotonic()
         line = redact(line)
         if self.print_lines:
-            print(line, flush=True)
+            with self._lock:
+                print(line, flush=True)
         if line and FlowRunContext.get() is not None:
             try:
                 get_run_logger().info(line)
@@ -93,16 +96,18 @@ class Console:
     def progress(self, label: str, what: str, done: int, total: int) -> None:
         """Move the bar, or print a line now and then."""
         if self.print_lines and sys.stdout.isatty():
-            self._move_bar(f"{label}: {what}", done, total)
+            with self._lock:
+                self._move_bar(f"{label}: {what}", done, total)
         elif time.monotonic() - self._last > _QUIET_SECONDS:
             self.say(f"{label}: {what} {done}/{total}")
 
     def settled(self, label: str) -> None:
         """Take the bar away."""
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
-            self._shown = ""
+        with self._lock:
+            if self._bars is not None:
+                self._bars.stop()
+                self._bars = None
+                self._shown = ""
 
     def _move_bar(self, description: str, done: int, total: int) -> None:
         if self._bars is None:

@@ -18,7 +18,7 @@ from prefect.states import Completed
 
 from stages.artifacts import layout, store
 from stages.artifacts.durable import read_json, write_json
-from stages.artifacts.errors import RatchetError, TransientError
+from stages.artifacts.errors import RatchetError, TransientError, WorkersLost
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
@@ -53,8 +53,9 @@ def stage_task(function: Callable[P, Outcome]) -> Callable[P, Outcome]:
         except TransientError as error:
             if not _is_lost_worker(error):
                 raise
+            run.require_going_on()
             if number >= most:
-                raise TransientError(f"{label}: attempt {number} of {most} lost, the last: {error}") from error
+                raise WorkersLost(f"{label}: attempt {number} of {most} lost, the last: {error}") from error
             run.display.say(f"{label}: attempt {number} of {most} lost: {error}; trying again")
             raise
 
@@ -109,6 +110,7 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     a committed artifact does not match its manifest, and what the stage raised.
     """
     if not run.replay:
+        run.require_going_on()
         run.lease.require()
     kept = run.kept.get(label)
     manifest = store.verify(job.store, kept) if kept is not None else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +14,7 @@ from typing import Any, Protocol
 from configs.schema import RunConfig
 from stages.artifacts import layout
 from stages.artifacts.durable import canonical_json, digest_bytes, remove_temporaries, write_json
+from stages.artifacts.errors import RatchetError
 from stages.artifacts.lease import Lease
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
@@ -20,6 +24,10 @@ from tasks.kept import kept_stages
 
 class NotDone(Exception):
     """A replay met an artifact that is not committed yet."""
+
+
+class Unwanted(RatchetError):
+    """Nobody waits any more for what a stage would make."""
 
 
 class Display(Protocol):
@@ -90,7 +98,8 @@ class Run:
 
     replay: only look things up; meeting anything unfinished raises NotDone. take_over: take the run from an owner
     that holds it still, and so is stopped or out of reach. kept: finished stages that are taken as they are, by label,
-    whatever their recipe would be now.
+    whatever their recipe would be now. beside_it: what is made at the same time (tasks.beside). unwanted: set once
+    nobody waits any more for what this one makes.
     """
 
     def __init__(self, config: RunConfig, *, display: Display, replay: bool = False, take_over: bool = False) -> None:
@@ -105,6 +114,9 @@ class Run:
         self.started = self.settled = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}
         self._announced: dict[PoolSpec, float] = {}
+        self._lock = threading.Lock()
+        self.beside_it: Future[Any] | None = None
+        self.unwanted = threading.Event()
         self.lease = Lease(self.directory / "lease", what=f"run {self.name}", take_over=take_over)
 
     def __enter__(self) -> Run:
@@ -121,16 +133,31 @@ class Run:
             pool.close() if kind is None else pool.kill()
         self.lease.__exit__(kind, error, trace)
 
+    def beside(self) -> Run:
+        """This run for work at the same time: the same lease, workers and display, outcomes of its own."""
+        side = copy.copy(self)
+        side.outcomes, side.settled = [], time.monotonic()
+        side.beside_it, side.unwanted = None, threading.Event()
+        return side
+
+    def require_going_on(self) -> None:
+        """Raise what the work beside this one has failed with, Unwanted if nobody waits for this one any more."""
+        if self.unwanted.is_set():
+            raise Unwanted("given up: the round that was trained at the same time has failed or was interrupted")
+        if self.beside_it is not None and self.beside_it.done():
+            self.beside_it.result()
+
     def pool(self, spec: PoolSpec) -> WorkerPool:
         """The resident workers of this kind; made, but not started, on the first call."""
-        if spec not in self._pools:
-            logs, stall = self.directory / "logs", self.config.resources.stall_seconds
-            self._pools[spec] = WorkerPool(spec, logs=logs, stall_seconds=stall)
-        return self._pools[spec]
+        with self._lock:
+            if spec not in self._pools:
+                logs, stall = self.directory / "logs", self.config.resources.stall_seconds
+                self._pools[spec] = WorkerPool(spec, logs=logs, stall_seconds=stall)
+            return self._pools[spec]
 
     def announce_workers(self) -> None:
         """Say of workers that were started since how long that took: a restart costs it, a resident worker does not."""
-        for spec, pool in self._pools.items():
+        for spec, pool in list(self._pools.items()):
             if pool.start_seconds > 0.0 and self._announced.get(spec) != pool.start_seconds:
                 self._announced[spec] = pool.start_seconds
                 self.display.say(f"{spec.kind} ready after {pool.start_seconds:.1f} s")

@@ -74,3 +74,7 @@ class TransientError(RatchetError):
 
     exit_code = 75
     kind = "transient"
+
+
+class WorkersLost(TransientError):
+    """A stage lost its workers as often as it may."""

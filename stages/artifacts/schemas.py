@@ -102,7 +102,11 @@ LOGPROBS = _schema(
     1,
     [
         *_KEY,
-        ("old_logprobs", _FLOATS, "of completion_ids, by the trainer at the round's start; nats"),
+        (
+            "old_logprobs",
+            _FLOATS,
+            "of completion_ids, by the policy that sampled them, as the trainer computes it; nats",
+        ),
         ("ref_logprobs", _FLOATS, "by the frozen reference; empty lists where no KL is asked for"),
         (
             "values",

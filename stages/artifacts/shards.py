@@ -24,9 +24,9 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]], schema: pa.Schema) -
 
 
 def record_batches(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> list[pa.RecordBatch]:
-    """`rows` as record batches of bounded size."""
-    starts = range(0, len(rows), _ROWS_PER_BATCH)
-    return [pa.RecordBatch.from_pylist(list(rows[at : at + _ROWS_PER_BATCH]), schema=schema) for at in starts]
+    """`rows` as record batches of bounded size. They share their dictionaries: a file holds one for each column."""
+    batches: list[pa.RecordBatch] = pa.Table.from_pylist(list(rows), schema=schema).to_batches(_ROWS_PER_BATCH)
+    return batches
 
 
 def write_batches(path: Path, batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> None:

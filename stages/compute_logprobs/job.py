@@ -1,4 +1,4 @@
-"""Contract of compute_logprobs: what policy, reference and critic say of the rollouts before the update."""
+"""Contract of compute_logprobs: what sampling policy, reference and critic say of the rollouts before the update."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from stages.update_policy.job import TrainerState, UpdateSettings
 
 class Inputs(Frozen):
     """rollouts: generate_rollouts. state: the trainer at the round's start. ref_policy: train_sft; None where no KL
-    is asked for, so that no memory goes to a reference."""
+    is asked for, so that no memory goes to a reference. sampled_by: the policy of the rollouts, where it is an older
+    one than the state's."""
 
     rollouts: ArtifactRef
     state: TrainerState
     ref_policy: ArtifactRef | None = None
+    sampled_by: ArtifactRef | None = None
 
 
 class Parameters(Frozen):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from stages.artifacts import layout, schemas
 from stages.artifacts.errors import GateError
+from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.shards import read_rows, write_table
 from stages.artifacts.store import open_artifact
 from stages.compute_logprobs.job import ComputeLogprobs
@@ -20,6 +22,7 @@ from stages.recovery import resident_trainer
 from stages.trainer import Trainer
 
 Row = dict[str, Any]
+LogprobsOf = Callable[..., Any]
 
 
 def run(job: ComputeLogprobs, context: Context) -> Metrics:
@@ -27,10 +30,14 @@ def run(job: ComputeLogprobs, context: Context) -> Metrics:
     parameters = job.parameters
     rows = read_rows(open_artifact(job.store, job.inputs.rollouts), "rollouts", schemas.ROLLOUTS)
     rows.sort(key=lambda row: (row["prompt_id"], row["sample_index"]))
-    _require_version(rows, job.inputs.state.policy.fingerprint)
+    sampled_by = job.inputs.sampled_by or job.inputs.state.policy
+    _require_version(rows, sampled_by.fingerprint)
     trainer = resident_trainer(job, parameters.settings, job.inputs.state, context)
     reference = _reference(job, trainer, context)
-    results = _forward(rows, trainer, reference, parameters.temperature, context)
+    policy: LogprobsOf = trainer.policy
+    if sampled_by != job.inputs.state.policy:
+        policy = reference if reference and sampled_by == job.inputs.ref_policy else _frozen(job, sampled_by, trainer)
+    results = _forward(rows, trainer, policy, reference, parameters.temperature, context)
     results.sort(key=lambda result: (result["prompt_id"], result["sample_index"]))
     write_table(layout.shard(context.out, "logprobs", context.rank), results, schemas.LOGPROBS)
     return _gate(rows, results, job, context)
@@ -51,16 +58,26 @@ def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> Toke
         return None
     key = ("ref_policy", job.inputs.ref_policy.fingerprint)
     if key not in context.live:
-        directory = open_artifact(job.store, job.inputs.ref_policy) / "policy"
-        model = load_policy(directory, dtype=job.parameters.settings.model.dtype).to(trainer.device)
-        context.live[key] = TokenLogprobs(model).eval().requires_grad_(False)
+        context.live[key] = _frozen(job, job.inputs.ref_policy, trainer)
     reference: TokenLogprobs = context.live[key]
     return reference
 
 
+def _frozen(job: ComputeLogprobs, policy: ArtifactRef, trainer: Trainer) -> TokenLogprobs:
+    """A committed policy, to look with."""
+    directory = open_artifact(job.store, policy) / "policy"
+    model = load_policy(directory, dtype=job.parameters.settings.model.dtype).to(trainer.device)
+    return TokenLogprobs(model).eval().requires_grad_(False)
+
+
 @torch.no_grad()
 def _forward(
-    rows: list[Row], trainer: Trainer, reference: TokenLogprobs | None, temperature: float, context: Context
+    rows: list[Row],
+    trainer: Trainer,
+    policy: LogprobsOf,
+    reference: TokenLogprobs | None,
+    temperature: float,
+    context: Context,
 ) -> list[Row]:
     trainer.policy.train(False)
     if trainer.critic is not None:
@@ -71,7 +88,7 @@ def _forward(
     for done, microbatch in enumerate(batches):
         batch = trainer.batch(rows, microbatch)
         inputs = (batch.packed, batch.select_M, batch.targets_M, temperature)
-        columns = {"old_logprobs": trainer.policy(*inputs)[0]}
+        columns = {"old_logprobs": policy(*inputs)[0]}
         if reference is not None:
             columns["ref_logprobs"] = reference(*inputs)[0]
         pieces = {name: tensor.float().cpu().split(batch.lengths) for name, tensor in columns.items()}

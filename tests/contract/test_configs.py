@@ -224,6 +224,11 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
         ["rounds.dynamic_sampling", "compares the rollouts of a group", "found reinforce_pp"],
     ),
     (
+        "dynamic sampling of the next round",
+        ["rounds.dynamic_sampling={}", "rounds.staleness=1", "rounds.group_size=4"],
+        ["rounds.staleness: expected 0 with rounds.dynamic_sampling", "found 1"],
+    ),
+    (
         "dynamic sampling of nothing",
         ["rounds.dynamic_sampling={max_batches: 0}"],
         ["rounds.dynamic_sampling.max_batches", "greater than or equal to 1", "0"],
@@ -276,6 +281,17 @@ REFUSED: list[tuple[str, list[str], list[str]]] = [
         ["resources.take_turns=true", "resources.trainer.zero_stage=0"],
         ["resources", "take_turns needs trainer.zero_stage 1, 2 or 3", "found 0"],
     ),
+    (
+        "both at work on what they share",
+        ["rounds.staleness=1", "resources.take_turns=true"],
+        ["rounds.staleness", "expected 0 with resources.take_turns", "found 1"],
+    ),
+    (
+        "one policy where two are needed",
+        ["rounds.staleness=1", "retention.policies=1"],
+        ["retention.policies", "at least 2", "rounds.staleness", "found 1"],
+    ),
+    ("a lag of two rounds", ["rounds.staleness=2"], ["rounds.staleness", "0 or 1", "2"]),
     (
         "engines without GPUs enough",
         ["resources.generator.engines=2", "resources.generator.gpus=[0]"],

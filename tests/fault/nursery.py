@@ -125,6 +125,8 @@ def _launch(order: dict[str, Any]) -> int:
     subprocess.Popen = Forked  # type: ignore[misc]
     if order.get("cold"):
         _start_workers_for_every_stage()
+    if order.get("in_turn"):
+        _do_work_beside_in_turn()
     sign_in(Path(order["fault"]), "launcher")
     try:
         config = rlhf.resolve(order["config"], overrides=order["overrides"], rounds=None, seed=None)
@@ -149,6 +151,12 @@ def _start_workers_for_every_stage() -> None:
         return warm(pool, *given, **more)
 
     WorkerPool.run = cold  # type: ignore[method-assign]
+
+
+def _do_work_beside_in_turn() -> None:
+    from tasks import beside
+
+    beside.begin = lambda work: work()
 
 
 def _fork(order: dict[str, Any]) -> int:

@@ -134,7 +134,8 @@ class Nursery:
     def start(self, case: Case, store: Path, *plans: Plan, **more: Any) -> Started:
         """Start a run and return at once.
 
-        more: `overrides`, `env`, `file_size` (the limit, in bytes), `take_over`, `cold` (new workers for every stage).
+        more: `overrides`, `env`, `file_size` (the limit, in bytes), `take_over`, `cold` (new workers for every stage),
+        `in_turn` (nothing is done at the same time).
         """
         with self._lock:
             self._starts += 1

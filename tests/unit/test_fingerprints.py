@@ -149,7 +149,7 @@ def examples() -> Iterator[Job]:
     for settings in SETTINGS:
         yield compute_logprobs.ComputeLogprobs(
             **common,
-            inputs=compute_logprobs.Inputs(rollouts=REF, state=STATE, ref_policy=REF),
+            inputs=compute_logprobs.Inputs(rollouts=REF, state=STATE, ref_policy=REF, sampled_by=REF),
             parameters=compute_logprobs.Parameters(temperature=1.0, settings=settings, max_mismatch=1e-4),
         )
         yield estimate_advantages.EstimateAdvantages(
