@@ -18,8 +18,8 @@ from stages.artifacts.shards import read_rows, read_table, record_batches, write
 from tasks.run import Outcome, Run
 
 Row = dict[str, Any]
-_WIDTHS = (38, 5, 8, 8, 8, 8, 8, 10, 8)
-_NAMES = ("seconds of", "times", "all", "waiting", "start", "work", "commit", "tokens/s", "GFLOP/s")
+_WIDTHS = (38, 5, 8, 8, 8, 8, 8, 10, 8, 8)
+_NAMES = ("seconds of", "times", "all", "waiting", "start", "work", "commit", "tokens/s", "GFLOP/s", "of limit")
 
 
 class GrowingFile:
@@ -104,17 +104,22 @@ def cost_row(outcome: Outcome) -> Row:
         "tokens": int(tokens),
         "padding_fraction": metrics.get("padding_fraction", 0.0),
         "model_flops": operations,
+        "limit_flops": costs.limit_flops,
     }
 
 
 def summary_table(rows: Sequence[Row]) -> list[str]:
-    """Where the time went, by kind of stage, the dearest first, as a person reads it. Nothing where nothing ran."""
+    """Where the time went, by kind of stage, the dearest first, as a person reads it. Nothing where nothing ran.
+
+    of limit: operations per second as a share of the most that matrix products alone reach on the same devices.
+    """
     kinds: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         if row["work_seconds"] > 0:
             kinds[_kind(row["stage"])].append(row)
     if not kinds:
         return []
+    limit = max(row["limit_flops"] for row in rows)
     lines = [_line(_NAMES)]
     for kind, group in sorted(kinds.items(), key=lambda item: -sum(row["seconds"] for row in item[1])):
         total = {name: sum(row[name] for row in group) for name in group[0] if name != "stage"}
@@ -122,6 +127,7 @@ def summary_table(rows: Sequence[Row]) -> list[str]:
         rates = [total["tokens"] / total["work_seconds"], total["model_flops"] / total["work_seconds"] / 1e9]
         shown = [f"{span:.2f}" for span in spans] + [f"{rates[0]:.0f}", f"{rates[1]:.1f}"]
         shown[-2:] = [cell if rate else "-" for cell, rate in zip(shown[-2:], rates, strict=True)]
+        shown.append(f"{rates[1] * 1e9 / limit:.0%}" if rates[1] and limit else "-")
         lines.append(_line((kind, str(len(group)), *shown)))
     return lines
 

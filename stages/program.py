@@ -120,12 +120,14 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
     """Serve jobs until the control pipe closes: a resident worker.
 
     Control lines: {"job": path, "out": path}, or {"rest": true}: leave the device until the next job. Reply lines:
-    {"progress": [what, done, total]}, then one {"done": metrics} or {"error": kind, "message": text, ...}.
+    {"progress": [what, done, total]}, then one {"done": metrics, "limit": operations per second of this process's
+    device, 0 before it is measured} or {"error": kind, "message": text, ...}.
     """
     rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
     world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
     live: dict[Any, Any] = {}
     at_rest = False
+    limit = 0.0
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -156,8 +158,11 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
                 turns.resume(live)
                 at_rest = False
             with room_for(context.out):
-                metrics = execute(load_job(Path(order["job"])), context)
-            reply({"done": metrics})
+                job = load_job(Path(order["job"]))
+                metrics = execute(job, context)
+            reply({"done": metrics, "limit": limit})
+            if context.flops and not limit:
+                limit = _limit(job)
         except DamagedArtifact as error:
             artifact = [error.stage, error.fingerprint]
             reply({"error": error.kind, "message": redact(str(error)), "artifact": artifact})
@@ -167,6 +172,21 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
             traceback.print_exc()
             reply({"error": "fatal", "message": redact(f"{type(error).__name__}: {error}")})
             break
+
+
+def _limit(job: Job) -> float:
+    """Operations per second that this process's device can do, in float32 on CPU and bfloat16 on a GPU.
+
+    Measured without a seed of the job's: the next job sets its own.
+    """
+    import torch
+
+    from stages.limits import matmul_flops_per_second
+
+    on_gpu = job.compute.device == "cuda"
+    return matmul_flops_per_second(
+        torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    )
 
 
 def main(stage: str) -> None:

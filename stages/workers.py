@@ -77,6 +77,7 @@ class WorkerPool:
         self.stall_seconds = stall_seconds
         self.start_seconds = 0.0
         self.waited_seconds = 0.0
+        self.limit_flops = 0.0
         self._workers: list[WorkerProcess] = []
         self._rendezvous: Rendezvous | None = None
         self._started = 0.0
@@ -144,6 +145,7 @@ class WorkerPool:
         except BaseException:
             self.kill()
             raise
+        self.limit_flops = sum(result.get("limit", 0.0) for result in results)
         shares = [result["done"] for result in results]
         if self.spec.kind == "generator":
             return {name: sum(share[name] for share in shares) for name in shares[0]}

@@ -146,6 +146,7 @@ class _Made:
     start_seconds: float = 0.0
     work_seconds: float = 0.0
     commit_seconds: float = 0.0
+    limit_flops: float = 0.0
 
 
 def _finish(run: Run, ref: ArtifactRef, made: _Made, *, label: str, reused: bool) -> Outcome:
@@ -155,6 +156,7 @@ def _finish(run: Run, ref: ArtifactRef, made: _Made, *, label: str, reused: bool
         start_seconds=made.start_seconds,
         work_seconds=made.work_seconds,
         commit_seconds=made.commit_seconds,
+        limit_flops=made.limit_flops,
         bytes=0 if reused else sum(entry.bytes for entry in manifest.files.values()),
     )
     run.settled = now
@@ -209,6 +211,7 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> _Made:
         start_seconds=pool.waited_seconds,
         work_seconds=ended - started - pool.waited_seconds,
         commit_seconds=time.monotonic() - ended,
+        limit_flops=pool.limit_flops,
     )
 
 

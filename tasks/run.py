@@ -49,7 +49,8 @@ class Costs:
 
     start_seconds: until its workers were ready. work_seconds: in the stage itself. commit_seconds: hashing, flushing,
     signing and naming the artifact. The rest, waiting_seconds, is the orchestration's: Prefect, looking up what is
-    done, leases, the report, and attempts that were lost. bytes: of the artifact.
+    done, leases, the report, and attempts that were lost. bytes: of the artifact. limit_flops: operations per second
+    that the devices at work could do, measured; 0 where that is not known.
     """
 
     seconds: float
@@ -57,6 +58,7 @@ class Costs:
     work_seconds: float = 0.0
     commit_seconds: float = 0.0
     bytes: int = 0
+    limit_flops: float = 0.0
 
     @property
     def waiting_seconds(self) -> float:

@@ -148,7 +148,7 @@ METRICS = _schema(
 
 LEDGER = _schema(
     "ledger",
-    1,
+    2,
     [
         ("round_index", pa.int32(), "-1 before the rounds"),
         ("stage", pa.string(), "label of the stage within the run"),
@@ -161,6 +161,7 @@ LEDGER = _schema(
         ("tokens", pa.int64(), "sampled by a generator, or computed by a trainer's models"),
         ("padding_fraction", pa.float64(), "of the computed tokens"),
         ("model_flops", pa.float64(), "floating-point operations of the models' forward and backward passes"),
+        ("limit_flops", pa.float64(), "the devices' matrix products per second, measured, in operations; 0 if unknown"),
     ],
 )
 """What each stage of a run cost, in the start that made it; zeros where an artifact of another run was used."""

@@ -25,7 +25,9 @@ def run_in(tmp_path: Path) -> Run:
 def outcome(tmp_path: Path, label: str, *, reused: bool = False, **metrics: float) -> Outcome:
     """Ten seconds, of which the stage worked for six."""
     costs = (
-        Costs(seconds=0.5) if reused else Costs(10.0, start_seconds=2.0, work_seconds=6.0, commit_seconds=0.5, bytes=7)
+        Costs(seconds=0.5)
+        if reused
+        else Costs(10.0, start_seconds=2.0, work_seconds=6.0, commit_seconds=0.5, bytes=7, limit_flops=4e9)
     )
     ref = ArtifactRef(stage=label.rpartition("-")[2], fingerprint="0" * 32)
     path = tmp_path / "artifact"
@@ -126,9 +128,11 @@ def test_the_table_adds_rounds_up_and_puts_the_dearest_first(tmp_path: Path) -> 
         "commit",
         "tokens/s",
         "GFLOP/s",
+        "of",
+        "limit",
     ]
     assert [line.split() for line in lines] == [
-        ["round-update_policy", "2", "20.00", "3.00", "4.00", "12.00", "1.00", "100", "1.0"],
-        ["round-estimate_advantages", "1", "10.00", "1.50", "2.00", "6.00", "0.50", "-", "-"],
+        ["round-update_policy", "2", "20.00", "3.00", "4.00", "12.00", "1.00", "100", "1.0", "25%"],
+        ["round-estimate_advantages", "1", "10.00", "1.50", "2.00", "6.00", "0.50", "-", "-", "-"],
     ]
     assert summary_table(rows[-1:]) == []
