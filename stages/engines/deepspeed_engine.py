@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -200,11 +201,10 @@ def _save_by_content(state_dict: dict[str, Any], path: str) -> None:
 
     Otherwise a state that was saved, loaded and saved again would hold the same numbers in other bytes.
     """
-    words: dict[str, str] = {}
 
     def settled(value: Any) -> Any:
-        if isinstance(value, str):
-            return words.setdefault(value, value)
+        if type(value) is str:
+            return sys.intern(value)  # as the names of attributes are, in objects that are not looked into here
         if type(value) in (dict, OrderedDict):
             made = type(value)((settled(k), settled(v)) for k, v in value.items())
             if isinstance(made, OrderedDict):

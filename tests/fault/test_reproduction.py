@@ -158,7 +158,8 @@ def test_r05_a_signal_ends_it_in_seconds_and_the_same_command_goes_on(
         seconds = interrupted(process, log, kind, twice=twice, draw=draw)
         if seconds >= 0.0:
             heard, slowest = heard + 1, max(slowest, seconds)
-            assert process.returncode == 128 + kind or (twice and process.returncode == -kind), log.read_text()
+            at_once = twice or not log.read_text()  # Python was still starting; a shell shows the same code for both
+            assert process.returncode == 128 + kind or (at_once and process.returncode == -kind), log.read_text()
             assert "Traceback" not in log.read_text() or twice, log.read_text()
         else:
             assert process.returncode == 0, log.read_text()
