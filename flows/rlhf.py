@@ -16,6 +16,7 @@ import flows.environment
 
 if __name__ == "__main__":
     flows.environment.quiet_prefect_console()
+from httpx import HTTPError
 from prefect import flow
 from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
@@ -257,13 +258,14 @@ def _run_flow(asked: argparse.Namespace, config: RunConfig) -> None:
                 take_over=asked.take_over,
             )
         except Exception as error:
-            if error is watched.error or server_answers():
+            watched.has_lost_view = isinstance(error, HTTPError)  # it answers, but can write nothing, for one
+            if error is watched.error or (server_answers() and not watched.has_lost_view):
                 raise
             if watched.error is not None:
                 raise watched.error from None
-            print(f"Prefect's server is gone ({type(error).__name__}); its view of this run is incomplete", flush=True)
+            print(f"Prefect's server is lost ({type(error).__name__}); its view of this run is incomplete", flush=True)
         finally:
-            watched.has_lost_view = not server_answers()
+            watched.has_lost_view = watched.has_lost_view or not server_answers()
         if not watched.is_done:
             watched.run(config, until=asked.until, on_change=asked.on_change, take_over=asked.take_over)
 
