@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,6 +132,26 @@ def aim_at_random(rng: random.Random) -> Aim:
         return (lost, Plan(chosen.name, nth=2, seconds=rng.uniform(0.0, 2.5), victim=victim))
 
     return aim
+
+
+def aim_at_stages(rng: random.Random, stages: Collection[str]) -> Aim:
+    """Die at a random moment of one of these stages, however far ahead it is; they may take a few milliseconds."""
+
+    def aim(progress: Progress) -> tuple[Plan, ...]:
+        operations = progress.reference.operations
+        named = {o.name for o in operations[progress.position + 1 :]}
+        begun = [o for o in operations if o.stage in stages and _commit_of(o.name) in named]
+        chosen = min(begun or operations[-1:], key=lambda o: (progress.hits[o.stage], rng.random()))
+        victim = rng.choice(("everyone", "launcher"))
+        return (Plan(chosen.name, seconds=rng.uniform(0.0, rng.choice((0.05, 0.01, 0.002))), victim=victim),)
+
+    return aim
+
+
+def _commit_of(name: str) -> str:
+    """The operation that commits what an attempt is begun for; nothing for other operations."""
+    found = re.match(r"^mkdir attempts/([a-z_]+/[0-9a-f]+)/#$", name)
+    return f"rename artifacts/{found[1]}" if found else ""
 
 
 def aim_at_intervals(rng: random.Random, *, shortest: float, longest: float) -> Aim:
