@@ -152,8 +152,16 @@ def test_a_lost_worker_is_not_tried_again_once_nobody_waits(run: Run) -> None:
     assert run.display.lines == []  # type: ignore[attr-defined]
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """Also where the suite itself was started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("waiting", ["in a stage", "for what is beside it"])
-def test_an_interrupt_ends_both_within_seconds(run: Run, waiting: str) -> None:
+def test_an_interrupt_ends_both_within_seconds(run: Run, heeds_interrupts: None, waiting: str) -> None:
     pids: Future[list[int]] = Future()
 
     def interrupt() -> None:
