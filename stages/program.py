@@ -175,7 +175,7 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
 
 
 def _limit(job: Job) -> float:
-    """Operations per second that this process's device can do, in float32 on CPU and bfloat16 on a GPU.
+    """Operations per second that this process's device can do: float32 on CPU, bfloat16 on a GPU; 0 if it is full.
 
     Measured without a seed of the job's: the next job sets its own.
     """
@@ -184,9 +184,11 @@ def _limit(job: Job) -> float:
     from stages.limits import matmul_flops_per_second
 
     on_gpu = job.compute.device == "cuda"
-    return matmul_flops_per_second(
-        torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
-    )
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    try:
+        return matmul_flops_per_second(device, dtype)
+    except torch.OutOfMemoryError:  # what a figure of the ledger costs must never be a job
+        return 0.0
 
 
 def main(stage: str) -> None:

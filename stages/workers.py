@@ -118,9 +118,9 @@ class WorkerPool:
             for worker in self._workers:
                 worker.send({"rest": True})
             self._collect(self._workers, deadline=self.stall_seconds, until="rested", on_progress=on_progress)
+            self._at_rest = True
         except TransientError:
             self.kill()  # it holds nothing any more, and that is what was asked
-        self._at_rest = True
 
     def run(self, job: Path, out: Path, *, on_progress: OnProgress, all_ranks: bool = True) -> dict[str, float]:
         """Run one job on every rank (or on rank 0 alone) and return its metrics.

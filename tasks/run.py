@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from configs.schema import RunConfig
 from stages.artifacts import layout
@@ -192,27 +192,20 @@ class Run:
 
     def generator_spec(self) -> PoolSpec:
         """The generator's pool, so that it can be started before it is needed."""
-        resources = self.config.resources.generator
-        compute = self.generator()
+        return self._spec("generator", self.generator(), kv_cache_gib=self.config.resources.generator.kv_cache_gib)
+
+    def trainer_spec(self) -> PoolSpec:
+        """The trainer's pool. A stage that needs one process runs on rank 0 of the same pool."""
+        return self._spec("trainer", self.trainer(every_rank=True))
+
+    def _spec(self, kind: Literal["trainer", "generator"], compute: Compute, *, kv_cache_gib: int = 1) -> PoolSpec:
         return PoolSpec(
-            kind="generator",
+            kind=kind,
             device=compute.device,
             ranks=compute.ranks,
             threads=compute.threads,
             gpus=compute.gpus,
-            kv_cache_gib=resources.kv_cache_gib,
-            takes_turns=self.config.resources.take_turns,
-        )
-
-    def trainer_spec(self) -> PoolSpec:
-        """The trainer's pool. A stage that needs one process runs on rank 0 of the same pool."""
-        every = self.trainer(every_rank=True)
-        return PoolSpec(
-            kind="trainer",
-            device=every.device,
-            ranks=every.ranks,
-            threads=every.threads,
-            gpus=every.gpus,
+            kv_cache_gib=kv_cache_gib,
             takes_turns=self.config.resources.take_turns,
         )
 

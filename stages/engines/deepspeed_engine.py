@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -197,14 +196,18 @@ def _rank_of(share: Path) -> int:
 
 
 def _save_by_content(state_dict: dict[str, Any], path: str) -> None:
-    """torch.save, whose bytes also depend on which equal strings are one object; here they depend on content alone.
+    """torch.save, whose bytes also depend on which equal strings are one object and on what is hung on tensors; here
+    they depend on content alone.
 
     Otherwise a state that was saved, loaded and saved again would hold the same numbers in other bytes.
     """
+    words: dict[str, str] = {}
 
     def settled(value: Any) -> Any:
-        if type(value) is str:
-            return sys.intern(value)  # as the names of attributes are, in objects that are not looked into here
+        if isinstance(value, str):
+            return words.setdefault(value, value)
+        if isinstance(value, torch.Tensor) and vars(value):
+            return value.detach()  # without what ZeRO 3 hangs on it: a number that counts the engines of this process
         if type(value) in (dict, OrderedDict):
             made = type(value)((settled(k), settled(v)) for k, v in value.items())
             if isinstance(made, OrderedDict):

@@ -23,8 +23,7 @@ from stages.models.language import DTYPES
 from stages.models.packing import Packed, hidden_states, pack, use_packing
 from stages.models.work import FORWARD, Count, deal
 
-HEAD = SCALAR_HEAD
-_HEADS = (HEAD, "lm_head.weight")
+_HEADS = (SCALAR_HEAD, "lm_head.weight")
 
 
 def load_scalar_model(
@@ -59,12 +58,12 @@ def read_head(directory: Path) -> torch.Tensor:
     for path in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                if HEAD in file.keys():
-                    weight: torch.Tensor = file.get_tensor(HEAD)
+                if SCALAR_HEAD in file.keys():
+                    weight: torch.Tensor = file.get_tensor(SCALAR_HEAD)
                     return weight
         except SafetensorError as error:
             raise InputError(f"{path}: expected safetensors, found: {error}") from None
-    raise InputError(f"{directory}: expected a scalar head named {HEAD}, found none; is it a reward model?")
+    raise InputError(f"{directory}: expected a scalar head named {SCALAR_HEAD}, found none; is it a reward model?")
 
 
 def head_digest(directory: Path, *, dtype: str = "float32") -> str:

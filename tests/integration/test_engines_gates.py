@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from configs.models import Lora, ModelConfig, Optimizer
 from configs.resources import TrainerResources
 from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.model_directory import SCALAR_HEAD
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Job
 from stages.models.adapters import add_adapters, merged_state
 from stages.models.batches import Cost, Microbatch, TokenBatch, microbatches
 from stages.models.language import TokenLogprobs, base_model, export_policy, load_policy
-from stages.models.scalar import HEAD, load_scalar_model, require_same_head, score_sequences
+from stages.models.scalar import load_scalar_model, require_same_head, score_sequences
 from stages.program import Context
 from stages.update_policy.job import TrainerState
 from tests.integration.stores import GRPO, PPO, House, Row, base, settings
@@ -30,16 +31,6 @@ CPU = torch.device("cpu")
 LORA = Lora(rank=4, alpha=16.0)
 Gate = Callable[[Job], str]
 Tables = Mapping[str, list[Row]]
-
-
-@pytest.fixture(scope="module")
-def policy(house: House) -> ArtifactRef:
-    return house.make(house.sft(tied=True, steps=1))
-
-
-@pytest.fixture(scope="module")
-def reward_model(house: House, policy: ArtifactRef) -> ArtifactRef:
-    return house.make(house.reward_model(policy))
 
 
 def tiny(*, tied: bool = True) -> Any:
@@ -165,7 +156,7 @@ def test_a_reward_model_trained_with_adapters(one_rank: None, house: House, poli
     body = load_file(policy.path(house.store) / "policy" / "model.safetensors")
     trained = load_file(path / "reward_model" / "model.safetensors")
     assert {name for name in trained if "lora" in name or "base_layer" in name} == set()
-    moved = {name for name in trained if name != HEAD and not torch.equal(trained[name], body[name])}
+    moved = {name for name in trained if name != SCALAR_HEAD and not torch.equal(trained[name], body[name])}
     assert moved == {name for name in body if any(module in name for module in LORA.target_modules)}
     assert metrics["held_out_accuracy"] >= 0.9  # the rejected replies are half as long: easy
 
@@ -198,7 +189,9 @@ def test_our_score_is_the_librarys(house: House, reward_model: ArtifactRef) -> N
 
 
 def test_a_language_model_without_a_head_is_no_reward_model(house: House, policy: ArtifactRef) -> None:
-    with pytest.raises(InputError, match=f"expected a scalar head named {HEAD}, found none; is it a reward model"):
+    with pytest.raises(
+        InputError, match=f"expected a scalar head named {SCALAR_HEAD}, found none; is it a reward model"
+    ):
         load_scalar_model(policy.path(house.store) / "policy", dtype="float32")
 
 
@@ -217,7 +210,7 @@ def test_a_head_drawn_anew_is_caught(
     def careless(source: Path, target: Path) -> None:
         shutil.copytree(source, target)
         weights = load_file(target / "model.safetensors")
-        torch.nn.init.normal_(weights[HEAD], std=0.02)
+        torch.nn.init.normal_(weights[SCALAR_HEAD], std=0.02)
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
 
     import stages.initialize_critic.run as program
