@@ -158,9 +158,9 @@ def _bare_generation(
     ours = {
         "max_num_seqs": generator.max_concurrent,
         "max_num_batched_tokens": max(8192, tokens),
-        "block_size": 128,  # as in stages/engines/vllm_engine.py; same_completions_share tells where they part
+        "block_size": 32,  # as in stages/engines/vllm_engine.py; same_completions_share tells where they part
         "enable_chunked_prefill": False,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": True,
         "enforce_eager": generator.eager,
     }
     model = json.loads((Path(rounds[0]["policy"]) / "config.json").read_text())

@@ -19,7 +19,7 @@ from configs.resources import GeneratorResources
 from stages.artifacts.errors import GateError
 
 _PROGRESS_SECONDS = 0.5
-_BLOCK_TOKENS = 128
+_BLOCK_TOKENS = 32
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -42,7 +42,11 @@ class Completion:
 
 
 class GenerationEngine:
-    """A vLLM engine. Prefix caching and chunked prefill are off: the bits depend on what is sampled together alone."""
+    """A vLLM engine. What a group's prompts share is prefilled once.
+
+    The prefix cache is emptied before each sampling and chunked prefill is off: the bits depend on what is sampled
+    together alone.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class GenerationEngine:
             max_num_batched_tokens=max(8192, max_model_tokens),
             block_size=_BLOCK_TOKENS if current_platform.device_type == "cpu" else None,
             enable_chunked_prefill=False,
-            enable_prefix_caching=False,
+            enable_prefix_caching=True,
             enforce_eager=resources.eager,
             tensor_parallel_size=resources.tensor_parallel,
             gpu_memory_utilization=resources.gpu_memory_utilization,
@@ -102,7 +106,6 @@ class GenerationEngine:
             return
         self.policy_version = ""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(policy)})
-        self._llm.reset_prefix_cache()
         self.policy_version = policy_version
 
     def close(self) -> None:
@@ -123,6 +126,8 @@ class GenerationEngine:
 
         on_tokens(finished) is called now and then. Raises GateError.
         """
+        if not self._llm.reset_prefix_cache():
+            raise GateError("expected an empty prefix cache before sampling, found that vLLM still uses blocks of it")
         engine: Any = self._llm.llm_engine
         found: list[dict[str, Completion]] = [{} for _ in batches]
         place = {request.key: index for index, batch in enumerate(batches) for request in batch}

@@ -47,7 +47,7 @@ class GenerateRollouts(Job):
     """Writes rollouts-NNNNN.arrow, one per `prompts_per_shard` prompts, each durable as soon as it is whole."""
 
     STAGE: ClassVar[str] = "generate_rollouts"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
     WORKER: ClassVar[Literal["trainer", "generator"]] = "generator"
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(
         {
