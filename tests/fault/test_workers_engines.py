@@ -174,8 +174,8 @@ def test_a_sick_engines_answers_are_refused(house: House, policy: ArtifactRef, t
 
 
 def test_a_rank_that_dies_or_stops_takes_the_pool_along_and_training_goes_on(house: House, tmp_path: Path) -> None:
-    """Two gloo ranks. Killed at a random step, during a snapshot, and stopped; resumed from the last whole snapshot."""
-    generator, chains, slowest, losses = random.Random(10), 17 if TORTURE else 1, 0.0, 0
+    """Two gloo ranks. Killed at a random step or during a snapshot, stopped; resumed from the newest whole one."""
+    generator, chains, slowest, losses, again = random.Random(10), 17 if TORTURE else 1, 0.0, 0, 0
     kinds = ("step", "save", "step", "stop") if TORTURE else ("step", "save", "stop")
     with in_turn(PoolSpec("trainer", "cpu", 2, 1), tmp_path) as turns:
         for chain in range(chains):
@@ -183,7 +183,7 @@ def test_a_rank_that_dies_or_stops_takes_the_pool_along_and_training_goes_on(hou
             expected = house.again(job, pool=next(turns))
             for kind in kinds:
                 pool = next(turns)
-                hit = Hit(pool, "optimizer steps", generator.randint(3, 9), rank=generator.randrange(2))
+                hit = Hit(pool, "optimizer steps", generator.randint(3, 19), rank=generator.randrange(2))
                 if kind == "save":  # the tenth step is followed by a snapshot, the eleventh message comes after it
                     hit.count, hit.delay = 9, generator.uniform(0.0, 0.15)
                 if kind == "stop":
@@ -203,12 +203,18 @@ def test_a_rank_that_dies_or_stops_takes_the_pool_along_and_training_goes_on(hou
                     assert "in step" in text or "in barrier" in text or "in serve" in text, text
                 else:
                     assert "ended with signal 9" in str(caught.value)
+            snapshots = layout.attempts(job.store, job.STAGE, job.fingerprint) / layout.SNAPSHOTS
+            whole = sorted(int(path.name) for path in snapshots.iterdir() if path.name.isdigit())
             seen: list[tuple[str, int]] = []
             last = store.new_attempt(job)
             house.run(job, last, pool=next(turns), progress=lambda what, done, total, s=seen: s.append((what, done)))
             resumed = [done for what, done in seen if what.startswith("resuming")]
-            assert resumed and resumed[0] >= 10 and resumed[0] % 10 == 0
+            assert resumed == whole[-1:], "from the newest whole one; from the first step if none was whole yet"
+            again += bool(resumed)
             assert hashes(last) == expected
-            snapshots = layout.attempts(job.store, job.STAGE, job.fingerprint) / layout.SNAPSHOTS
             assert all(path.name.isdigit() for path in snapshots.iterdir()), "no half snapshot is left"
-    print(f"R10, R11: {losses} ranks of two lost, all gone after {slowest:.2f} s at most, same bits")
+    assert again or not TORTURE
+    print(
+        f"R10, R11: {losses} ranks of two lost in {chains} runs, all gone after {slowest:.2f} s at most; {again} runs "
+        "resumed from a snapshot, the others from the first step; same bits"
+    )
