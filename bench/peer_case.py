@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import sys
@@ -190,7 +191,11 @@ def run_peer(
     _write_lines(directory / "held_out.jsonl", held_out)
     (directory / "settings.json").write_text(json.dumps(settings, indent=2))
     command = [sys.executable, "-m", "bench.trl_side", str(directory / "settings.json")]
-    threads = {"OMP_NUM_THREADS": str(settings["threads"]), "OMP_WAIT_POLICY": choices["wait_policy"]}
+    threads = {
+        "OMP_NUM_THREADS": str(settings["threads"]),
+        "OMP_WAIT_POLICY": choices["wait_policy"],
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),  # as ours
+    }
     env = peer.environment(run.scratch) | threads
     watched = run_watched(command, cwd=ROOT, env=env, log=directory / "log")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]

@@ -105,13 +105,14 @@ def load_job(path: Path) -> Job:
 
 
 def execute(job: Job, context: Context) -> Metrics:
-    """Run one job in this process, seeded by its coordinates. Returns its metrics."""
+    """Run one job in this process, seeded by its coordinates and on its threads. Returns its metrics."""
     random.seed(seed_at(job.seed, job.STAGE))
+    program = importlib.import_module(f"stages.{job.STAGE}.run")
     if job.compute.device == "cuda" or "torch" in sys.modules:
         import torch
 
         torch.manual_seed(seed_at(job.seed, job.STAGE))
-    program = importlib.import_module(f"stages.{job.STAGE}.run")
+        torch.set_num_threads(job.compute.threads)  # the job before may have had another number
     metrics: Metrics = program.run(job, context)
     return metrics | context.work()
 

@@ -237,6 +237,7 @@ class WorkerPool:
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
             "TOKENIZERS_PARALLELISM": "false",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank) if spec.device == "cpu" else "0",
