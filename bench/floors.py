@@ -42,6 +42,7 @@ def main() -> int:
     began = machine()
     scratch = asked.scratch or Path(tempfile.mkdtemp(prefix="bench-ratchet-"))
     os.environ["OMP_WAIT_POLICY"] = asked.wait_policy  # the flow pins its workers itself
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # what the flow gives its workers
     overrides = (*asked.overrides, f"rounds.count={asked.rounds}", "evaluation.every=100000", "evaluation.prompts=8")
     run = FlowRun(config=asked.config, overrides=overrides, scratch=scratch)
     config = load_config(asked.config, overrides=list(overrides))

@@ -194,7 +194,7 @@ def run_peer(
     threads = {
         "OMP_NUM_THREADS": str(settings["threads"]),
         "OMP_WAIT_POLICY": choices["wait_policy"],
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),  # as ours
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),  # as ours
     }
     env = peer.environment(run.scratch) | threads
     watched = run_watched(command, cwd=ROOT, env=env, log=directory / "log")

@@ -33,7 +33,10 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """What a pool of workers runs on: one process per rank. takes_turns: its devices are another pool's as well."""
+    """What a pool of workers runs on: one process per rank.
+
+    takes_turns: its devices are another pool's as well. works_beside: another pool works at the same time.
+    """
 
     kind: Literal["trainer", "generator"]
     device: Literal["cpu", "cuda"]
@@ -42,11 +45,18 @@ class PoolSpec:
     gpus: tuple[int, ...] = ()
     kv_cache_gib: int = 1
     takes_turns: bool = False
+    works_beside: bool = False
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """What its processes are told on their command line."""
         return ("--warm", _WARM[self.kind], *(("--takes-turns",) if self.takes_turns else ()))
+
+    @property
+    def spin_count(self) -> str:
+        """How often an idle OpenMP thread looks for work before it sleeps: never where it would keep others waiting."""
+        has_cores = self.ranks * self.threads <= len(os.sched_getaffinity(0))
+        return "10000" if has_cores and not self.works_beside else "0"
 
     @classmethod
     def of(cls, job: Job) -> PoolSpec:
@@ -237,7 +247,7 @@ class WorkerPool:
             "OMP_NUM_THREADS": str(spec.threads),
             "MKL_NUM_THREADS": str(spec.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
-            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "2000"),
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", spec.spin_count),
             "TOKENIZERS_PARALLELISM": "false",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank) if spec.device == "cpu" else "0",

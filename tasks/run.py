@@ -207,6 +207,7 @@ class Run:
             gpus=compute.gpus,
             kv_cache_gib=kv_cache_gib,
             takes_turns=self.config.resources.take_turns,
+            works_beside=self.config.rounds.staleness > 0,
         )
 
     def make_room_for(self, spec: PoolSpec, *, on_progress: OnProgress) -> None:

@@ -15,6 +15,8 @@ from stages.job import Job
 from tests.integration.pipelines import TINY_GRPO, run_flow
 from tests.integration.stores import House, Pools
 
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # tests share their cores
+
 
 @pytest.fixture(scope="session")
 def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:

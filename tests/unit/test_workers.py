@@ -277,3 +277,10 @@ def test_no_process_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids)), [pid for pid in pids if is_alive(pid)]
+
+
+def test_threads_look_for_work_only_where_nobody_waits_for_their_core() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert PoolSpec("trainer", "cpu", 1, cores).spin_count == "10000"
+    assert PoolSpec("trainer", "cpu", 2, cores).spin_count == "0"
+    assert PoolSpec("trainer", "cpu", 1, cores, works_beside=True).spin_count == "0"
