@@ -58,6 +58,8 @@ def pipeline(run: Run, *, until: Until) -> Report:
 
 def _rounds(run: Run, models: Models, report: Report) -> None:
     config = run.config
+    if not run.replay:
+        run.pool(run.trainer_spec()).start()  # it imports while the generator works
     state = TrainerState(policy=models.ref_policy.ref)
     if isinstance(config.algorithm, Ppo):
         start = config.algorithm.critic.initialize_from

@@ -25,7 +25,11 @@ from stages.stacks import Suspect, save_stacks
 from stages.worker import WorkerProcess, reported_error
 
 START_SECONDS = 180.0
-_WARM = {"trainer": "torch,transformers,deepspeed", "generator": "vllm"}
+_WARM = {
+    "trainer": "torch,transformers,deepspeed,deepspeed.runtime.zero.muon.muon_optimizer",
+    "generator": "vllm,vllm.entrypoints.llm,vllm.v1.worker.gpu_model_runner",
+}
+"""What engines import sooner or later, so that it is not in anybody's way: also on CPU a part is named after GPUs."""
 _ROOT = Path(__file__).resolve().parents[1]
 
 OnProgress = Callable[[str, int, int], None]
