@@ -164,6 +164,8 @@ def _bare_generation(
         "enable_prefix_caching": True,
         "enforce_eager": generator.eager,
     }
+    # vLLM 0.32 for CPU cannot resume a prompt's prefill where requests have seeds of their own
+    defaults = {"max_num_seqs": len(rounds[0]["prompts"]), "enable_chunked_prefill": False}
     model = json.loads((Path(rounds[0]["policy"]) / "config.json").read_text())
     settings = {
         "rounds": rounds,
@@ -172,7 +174,7 @@ def _bare_generation(
         "max_completion_tokens": config.sampling.max_completion_tokens,
         "temperature": config.sampling.temperature,
         "eos": model["eos_token_id"],
-        "engine": ours if name == "our_settings" else {"max_num_seqs": len(rounds[0]["prompts"])},
+        "engine": ours if name == "our_settings" else defaults,
     }
     threads, space = str(generator.threads), str(generator.kv_cache_gib)
     env = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": space}
