@@ -36,6 +36,8 @@ _COLUMNS = (
     *("gen_tok/s", "train_tok/s", "seconds", "waiting"),
 )
 
+_PUBLISHED_ROUNDS = 50  # Prefect keeps the table of every round, and a table of all would grow with each
+
 
 class Report:
     """Collects what the rounds came to and shows it as it comes."""
@@ -138,8 +140,8 @@ class Report:
             return
         index, count = result.round_index, self.run.config.rounds.count
         percent = 100.0 * (index + 1) / count
-        table = [shown_row(row) for row in self.rows]
-        create_table_artifact(table=table, key="rounds", description=f"Rounds of run {self.run.name}")
+        table = [shown_row(row) for row in self.rows[-_PUBLISHED_ROUNDS:]]
+        create_table_artifact(table=table, key="rounds", description=f"Newest rounds of run {self.run.name}")
         rollouts = result.sampling.rollouts.path / "rollouts-00000.arrow"
         create_link_artifact(
             link=rollouts.as_uri(),
