@@ -24,6 +24,7 @@ from configs.load import load_config
 from configs.schema import RunConfig
 from stages.artifacts import layout
 from stages.artifacts.seeds import seed_at
+from stages.workers import PoolSpec
 
 _COLUMNS = ("prompt_id", "sample_index", "prompt_ids", "completion_ids")
 
@@ -42,10 +43,11 @@ def main() -> int:
     began = machine()
     scratch = asked.scratch or Path(tempfile.mkdtemp(prefix="bench-ratchet-"))
     os.environ["OMP_WAIT_POLICY"] = asked.wait_policy  # the flow pins its workers itself
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # what the flow gives its workers
     overrides = (*asked.overrides, f"rounds.count={asked.rounds}", "evaluation.every=100000", "evaluation.prompts=8")
     run = FlowRun(config=asked.config, overrides=overrides, scratch=scratch)
     config = load_config(asked.config, overrides=list(overrides))
+    trainer = config.resources.trainer
+    os.environ.setdefault("GOMP_SPINCOUNT", PoolSpec("trainer", "cpu", trainer.ranks, trainer.threads).spin_count)
     prepared = run.until_sft(scratch / "policy-0")
     found = []
     for index in range(asked.repetitions):

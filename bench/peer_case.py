@@ -24,6 +24,7 @@ from configs.schema import RunConfig
 from stages.artifacts.schemas import PROMPTS
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import read_rows
+from stages.workers import PoolSpec
 
 _LOSS = {"token_mean": "dapo", "sequence_mean": "grpo"}
 
@@ -191,10 +192,11 @@ def run_peer(
     _write_lines(directory / "held_out.jsonl", held_out)
     (directory / "settings.json").write_text(json.dumps(settings, indent=2))
     command = [sys.executable, "-m", "bench.trl_side", str(directory / "settings.json")]
+    ours = PoolSpec("trainer", "cpu", 1, settings["threads"])
     threads = {
         "OMP_NUM_THREADS": str(settings["threads"]),
         "OMP_WAIT_POLICY": choices["wait_policy"],
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),  # as ours
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", ours.spin_count),
     }
     env = peer.environment(run.scratch) | threads
     watched = run_watched(command, cwd=ROOT, env=env, log=directory / "log")

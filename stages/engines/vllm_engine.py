@@ -127,7 +127,10 @@ class GenerationEngine:
         on_tokens(finished) is called now and then. Raises GateError.
         """
         if not self._llm.reset_prefix_cache():
-            raise GateError("expected an empty prefix cache before sampling, found that vLLM still uses blocks of it")
+            raise GateError(
+                "expected an empty prefix cache before sampling, found that vLLM still uses blocks of it: an earlier "
+                "batch did not end; run the same command again, with a new engine"
+            )
         engine: Any = self._llm.llm_engine
         found: list[dict[str, Completion]] = [{} for _ in batches]
         place = {request.key: index for index, batch in enumerate(batches) for request in batch}

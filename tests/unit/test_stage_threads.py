@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from stages.evaluate_policy.job import EvaluatePolicy, Inputs, Parameters
 from stages.job import Compute
 from stages.program import Context, execute
 from tests.unit.stage_artifacts import commit_rewards, commit_rollouts, rollout
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def test_each_job_has_its_own_number_of_threads(tmp_path: Path) -> None:
