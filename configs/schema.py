@@ -18,6 +18,12 @@ class Sampling(Frozen):
 
     temperature: float = Field(default=1.0, gt=0.0)
     max_completion_tokens: int = Field(default=16, ge=1)
+    finish_fraction: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="below 1: once this share of a shard's completions has ended, the rest are cut at that length",
+    )
 
 
 class DynamicSampling(Frozen):

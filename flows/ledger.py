@@ -1,6 +1,6 @@
 """Where a run's time went and what its figures are, stage by stage, as Arrow files in the run directory.
 
-Both files grow by what is new: a round costs the same to write down whether it is the first or the five hundredth.
+They grow by what is new: a round costs the same to write down whether it is the first or the five hundredth.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from stages.artifacts import layout, schemas
 from stages.artifacts.errors import InputError
-from stages.artifacts.shards import read_rows, read_table, record_batches, write_batches
+from stages.artifacts.shards import read_rows, write_batches
 from tasks.run import Outcome, Run
 
 Row = dict[str, Any]
@@ -22,21 +22,43 @@ _WIDTHS = (38, 5, 8, 8, 8, 8, 8, 10, 8, 8)
 _NAMES = ("seconds of", "times", "all", "waiting", "start", "work", "commit", "tokens/s", "GFLOP/s", "of limit")
 
 
-class GrowingFile:
-    """An Arrow file whose rows are added to and never changed."""
+class GrowingRows:
+    """Arrow files `<kind>-NNNNN.arrow` whose rows are added to and never changed; a full one is not touched again."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
-        self._path = path
+    def __init__(self, directory: Path, kind: str, schema: pa.Schema, *, rows_per_file: int = 4096) -> None:
+        self._directory = directory
+        self._kind = kind
         self._schema = schema
-        self._batches: list[pa.RecordBatch] = []
+        self._rows_per_file = rows_per_file
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget every row: the next write() begins with the first file, and no other stays."""
+        self._index = 0
+        self._open: pa.Table = self._schema.empty_table()
+        self._begins = True
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take more rows; they are written by write()."""
-        self._batches.extend(record_batches(rows, self._schema))
+        more = pa.Table.from_pylist(list(rows), schema=self._schema)
+        self._open = pa.concat_tables([self._open, more]).combine_chunks()
 
-    def write(self, *, first: Sequence[pa.RecordBatch] = ()) -> None:
-        """Write all rows, whole or not at all; `first` before them."""
-        write_batches(self._path, [*first, *self._batches], self._schema)
+    def write(self) -> None:
+        """Write the rows since the last full file, each file whole or not at all."""
+        self._write_open()
+        while len(self._open) > self._rows_per_file:
+            self._open = self._open.slice(self._rows_per_file).combine_chunks()
+            self._index += 1
+            self._write_open()
+        if self._begins:
+            for path in self._directory.glob(f"{self._kind}-?????.arrow"):
+                if path > layout.shard(self._directory, self._kind, self._index):
+                    path.unlink()
+            self._begins = False
+
+    def _write_open(self) -> None:
+        path = layout.shard(self._directory, self._kind, self._index)
+        write_batches(path, self._open.slice(0, self._rows_per_file).to_batches(), self._schema)
 
 
 class Ledger:
@@ -45,11 +67,10 @@ class Ledger:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._seen = 0
-        path = layout.run_ledger(run.directory)
-        self._earlier = {row["stage"]: row for row in _whole_rows(path)}
-        self._kept = record_batches(list(self._earlier.values()), schemas.LEDGER)
-        self._costs = GrowingFile(path, schemas.LEDGER)
-        self._metrics = GrowingFile(layout.run_metrics(run.directory), schemas.METRICS)
+        self._earlier = {row["stage"]: row for row in _whole_rows(run.directory)}
+        self._costs = GrowingRows(run.directory, "ledger", schemas.LEDGER)
+        self._costs.add(list(self._earlier.values()))
+        self._metrics = GrowingRows(run.directory, "metrics", schemas.METRICS)
         self.rows: list[Row] = []
 
     def write(self) -> None:
@@ -57,21 +78,23 @@ class Ledger:
         new = self._run.outcomes[self._seen :]
         self._seen = len(self._run.outcomes)
         costs = [cost_row(outcome) for outcome in new if not (outcome.reused and outcome.label in self._earlier)]
-        if again := [row["stage"] for row in costs if row["stage"] in self._earlier]:
-            for stage in again:
-                del self._earlier[stage]
-            self._kept = record_batches(list(self._earlier.values()), schemas.LEDGER)
+        again = [row["stage"] for row in costs if row["stage"] in self._earlier]
+        for stage in again:
+            del self._earlier[stage]
+        if again:
+            self._costs.begin_anew()
+            self._costs.add([*self._earlier.values(), *self.rows])
         self.rows.extend(costs)
         self._costs.add(costs)
         self._metrics.add([row for outcome in new for row in metric_rows(outcome)])
-        self._costs.write(first=self._kept)
+        self._costs.write()
         self._metrics.write()
 
 
-def _whole_rows(path: Path) -> list[Row]:
-    """The rows of an earlier start. None where the file is not there or damaged: no result depends on wall times."""
+def _whole_rows(directory: Path) -> list[Row]:
+    """The rows of an earlier start. None where a file is damaged or none is there: no result depends on wall times."""
     try:
-        rows: list[Row] = read_table(path, schemas.LEDGER).to_pylist()
+        rows = read_rows(directory, "ledger", schemas.LEDGER)
     except (OSError, pa.ArrowInvalid, InputError):
         return []
     return rows

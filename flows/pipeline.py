@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,7 +73,12 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
     for round_index in range(config.rounds.count):
         sampled = ahead or sample_round(run, round_index=round_index, data=data, policy=state.policy)
         is_last = round_index + 1 == config.rounds.count
-        with next_round_beside(run, round_index=round_index, data=data, policy=state.policy) as following:
+        following: Future[Sampled] | None = None
+        with ExitStack() as beside:
+            if config.rounds.staleness:
+                following = beside.enter_context(
+                    next_round_beside(run, round_index=round_index, data=data, policy=state.policy)
+                )
             result = run_round(
                 run,
                 round_index=round_index,
@@ -83,6 +90,9 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
             )
             state = result.state
             if (round_index + 1) % config.rounds.snapshot_every == 0 or is_last:
+                following = following or beside.enter_context(
+                    next_round_beside(run, round_index=round_index, data=data, policy=state.policy)
+                )
                 snapshot_trainer(run, round_index=round_index, state=state)
         ahead = following.result() if following is not None else None
         evaluation = None

@@ -67,9 +67,12 @@ def sample_round(run: Run, *, round_index: int, data: Outcome, policy: ArtifactR
 def next_round_beside(
     run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef
 ) -> AbstractContextManager[Future[Sampled] | None]:
-    """While the context lasts, the round after this one is sampled from `policy`; not with rounds.staleness 0."""
+    """While the context lasts, the round after this one is sampled from `policy`.
+
+    None where there is none after it, or where generator and trainer take turns on the same devices.
+    """
     following = round_index + 1
-    if run.config.rounds.staleness == 0 or following == run.config.rounds.count:
+    if run.config.resources.take_turns or following == run.config.rounds.count:
         return nullcontext()
     return beside(run, partial(sample_round, round_index=following, data=data, policy=policy))
 

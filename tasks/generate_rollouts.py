@@ -45,6 +45,7 @@ def generate_rollouts(
             prompts_per_shard=config.rounds.prompts_per_shard,
             temperature=0.0 if purpose == "evaluation" else config.sampling.temperature,
             max_completion_tokens=config.sampling.max_completion_tokens,
+            finish_fraction=config.sampling.finish_fraction if purpose == "training" else 1.0,
             max_prompt_tokens=config.data.max_prompt_tokens,
             dtype=config.model.dtype,
             generator=config.resources.generator,

@@ -60,16 +60,6 @@ def run_log(run: Path, worker: str) -> Path:
     return run / "logs" / f"{worker}.log"
 
 
-def run_metrics(run: Path) -> Path:
-    """The run's figures, long form, Arrow."""
-    return run / "metrics.arrow"
-
-
-def run_ledger(run: Path) -> Path:
-    """What each stage of the run cost, Arrow."""
-    return run / "ledger.arrow"
-
-
 def digest_cache(store: Path) -> Path:
     """Digests of the user's own input files by (path, size, mtime, inode)."""
     return store / "digests.json"

@@ -136,7 +136,7 @@ def _parents(store: Path, job: dict[str, Any]) -> Iterator[tuple[ArtifactRef, Ma
             yield ref, parent
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def _remembered(store: Path, ref: ArtifactRef, inode: int, changed_ns: int) -> Manifest | None:
     return read_manifest(store, ref)
 

@@ -37,7 +37,7 @@ class ComputeLogprobs(Job):
     """Writes logprobs-00000.arrow. Gate: generator and trainer agree on every rollout of this round."""
 
     STAGE: ClassVar[str] = "compute_logprobs"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(
         {"parameters.settings.trainer.gpus", "parameters.settings.algorithm.critic.initialize_from"}
     )

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
 
 from configs.resources import GeneratorResources
 from stages.artifacts.errors import GateError
@@ -121,10 +122,13 @@ class GenerationEngine:
         temperature: float,
         max_completion_tokens: int,
         on_tokens: Callable[[int], None],
+        finish_fraction: float = 1.0,
     ) -> Iterator[tuple[int, dict[str, Completion]]]:
         """Sample every request of every batch together, and yield each batch, by its index, when it is whole.
 
-        on_tokens(finished) is called now and then. Raises GateError.
+        finish_fraction: below 1, a batch does not wait for its longest completions. Once that share of them has ended,
+        the others are cut at the length of the longest of those; by length alone, so that it is the same batch whatever
+        else was in flight. on_tokens(finished) is called now and then. Raises GateError.
         """
         if not self._llm.reset_prefix_cache():
             raise GateError(
@@ -132,7 +136,7 @@ class GenerationEngine:
                 "batch did not end; run the same command again, with a new engine"
             )
         engine: Any = self._llm.llm_engine
-        found: list[dict[str, Completion]] = [{} for _ in batches]
+        tails = [_Tail(batch, finish_fraction) for batch in batches]
         place = {request.key: index for index, batch in enumerate(batches) for request in batch}
         for request in (request for batch in batches for request in batch):
             params = SamplingParams(
@@ -141,23 +145,86 @@ class GenerationEngine:
                 max_tokens=max_completion_tokens,
                 stop_token_ids=[self._eos],
                 logprobs=0,
+                flat_logprobs=True,
                 detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY if finish_fraction == 1.0 else RequestOutputKind.CUMULATIVE,
+                skip_clone=True,  # it is this request's alone
             )
             engine.add_request(request.key, {"prompt_token_ids": list(request.prompt_ids)}, params)
         reported, finished = time.monotonic(), 0
         while engine.has_unfinished_requests():
+            moved = set()
             for output in engine.step():
-                if output.finished:
-                    index, finished = place[output.request_id], finished + 1
-                    found[index][output.request_id] = _completion(output)
-                    if len(found[index]) == len(batches[index]):
-                        yield index, found[index]
+                index = place[output.request_id]
+                tails[index].take(output)
+                finished += output.finished
+                moved.add(index)
+            for index in sorted(moved):
+                if too_long := tails[index].too_long():
+                    engine.abort_request(too_long)
+                    finished += len(too_long)
+                if tails[index].is_whole:
+                    yield index, tails[index].completions()
             if time.monotonic() - reported > _PROGRESS_SECONDS:
                 reported = time.monotonic()
                 on_tokens(finished)
-        missing = [key for key, index in place.items() if key not in found[index]]
+        missing = [key for key, index in place.items() if key not in tails[index]]
         if missing:
             raise GateError(f"expected {len(place)} completions, found {finished}; missing {missing[:3]}")
+
+
+class _Tail:
+    """One batch as it is sampled: what has ended, what is cut, and what still runs.
+
+    The limit is the length of the k-th shortest completion, k the share that is waited for. Whatever has more tokens
+    than that is cut there, whether it was stopped or had ended by itself meanwhile.
+    """
+
+    def __init__(self, batch: Sequence[Request], finish_fraction: float) -> None:
+        self._keys = [request.key for request in batch]
+        self._waits_for = math.ceil(finish_fraction * len(batch))
+        self._ended: dict[str, Completion] = {}
+        self._cut: dict[str, Completion] = {}
+        self._running: dict[str, Any] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._ended or key in self._cut
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing of it still runs."""
+        return len(self._ended) + len(self._cut) == len(self._keys)
+
+    def take(self, output: Any) -> None:
+        """What the engine says of one request."""
+        if output.finished:
+            self._running.pop(output.request_id, None)
+            self._ended[output.request_id] = _completion(output)
+        else:
+            self._running[output.request_id] = output
+
+    def too_long(self) -> list[str]:
+        """The requests that will be cut wherever they end: to be stopped, and as good as whole."""
+        if not self._running or len(self._ended) < self._waits_for:
+            return []
+        limit = self._limit()
+        found = [key for key, output in self._running.items() if len(output.outputs[0].token_ids) >= limit]
+        for key in found:
+            self._cut[key] = _completion(self._running.pop(key))
+        return found
+
+    def completions(self) -> dict[str, Completion]:
+        """All of them, by key."""
+        limit, whole = self._limit(), self._ended | self._cut
+        too_long = self._cut.keys() | {key for key, one in self._ended.items() if len(one.token_ids) > limit}
+        return {key: _cut(whole[key], limit) if key in too_long else whole[key] for key in self._keys}
+
+    def _limit(self) -> int:
+        return sorted(len(one.token_ids) for one in self._ended.values())[self._waits_for - 1]
+
+
+def _cut(completion: Completion, tokens: int) -> Completion:
+    return Completion(completion.token_ids[:tokens], completion.logprobs[:tokens], finish_reason="length")
 
 
 def _blocks(policy: Path, dtype: str, max_model_tokens: int, resources: GeneratorResources) -> int | None:
@@ -178,7 +245,8 @@ def _blocks(policy: Path, dtype: str, max_model_tokens: int, resources: Generato
 def _completion(output: Any) -> Completion:
     sampled = output.outputs[0]
     token_ids = tuple(sampled.token_ids)
-    logprobs = tuple(place[token].logprob for token, place in zip(token_ids, sampled.logprobs, strict=True))
+    found = sampled.logprobs  # flat: the sampled token's stands first at each place
+    logprobs = tuple(found.logprobs[start] for _, start in zip(token_ids, found.start_indices, strict=True))
     if not token_ids or any(not lp <= 0.0 for lp in logprobs):
         raise GateError(f"request {output.request_id}: expected tokens with logprobs <= 0, found {logprobs[:8]}")
     return Completion(token_ids=token_ids, logprobs=logprobs, finish_reason=str(sampled.finish_reason))

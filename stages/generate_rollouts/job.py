@@ -25,7 +25,8 @@ class Parameters(Frozen):
     split: part of the data, in an order shuffled anew each epoch from the run's seed. num_prompts, window: the
     window-th batch of that many; an epoch's remainder is skipped, so that no prompt comes twice in a batch. batch:
     0, or the how-manieth refill of the window, of prompts that it has not had.
-    purpose: part of the sampling seeds. temperature 0 is greedy.
+    purpose: part of the sampling seeds. temperature 0 is greedy. finish_fraction: below 1, a shard does not wait for
+    its longest completions: stages/engines/vllm_engine.py says how they are cut.
     """
 
     purpose: Literal["training", "preferences", "evaluation"]
@@ -38,6 +39,7 @@ class Parameters(Frozen):
     prompts_per_shard: int = Field(ge=1)
     temperature: float = Field(ge=0.0)
     max_completion_tokens: int = Field(ge=1)
+    finish_fraction: float = Field(gt=0.0, le=1.0)
     max_prompt_tokens: int = Field(ge=1)
     dtype: Literal["float32", "bfloat16"]
     generator: GeneratorResources

@@ -146,6 +146,7 @@ def _generate(
         [requests[index] for index in order],
         temperature=parameters.temperature,
         max_completion_tokens=parameters.max_completion_tokens,
+        finish_fraction=parameters.finish_fraction,
         on_tokens=lambda finished: context.progress(f"completions of shard {names}", finished, total),
     ):
         index = order[place]

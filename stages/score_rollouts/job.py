@@ -32,7 +32,7 @@ class ScoreRollouts(Job):
     """Writes rewards-00000.arrow: a row per rollout and source, and one per rollout named `total`."""
 
     STAGE: ClassVar[str] = "score_rollouts"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(f"parameters.sources.*.{name}" for name in SETTINGS_OF_ASKING)
     inputs: Inputs
     parameters: Parameters

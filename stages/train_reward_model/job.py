@@ -34,7 +34,7 @@ class TrainRewardModel(Job):
     """
 
     STAGE: ClassVar[str] = "train_reward_model"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(
         {"parameters.trainer.gpus", "parameters.reward_model.snapshot_every"}
     )

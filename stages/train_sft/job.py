@@ -30,7 +30,7 @@ class TrainSft(Job):
     """Writes policy/ (safetensors, config, tokenizer) and metrics-00000.arrow."""
 
     STAGE: ClassVar[str] = "train_sft"
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     EXCLUDED: ClassVar[frozenset[str]] = frozenset({"parameters.trainer.gpus", "parameters.sft.snapshot_every"})
     inputs: Inputs
     parameters: Parameters

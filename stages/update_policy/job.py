@@ -60,7 +60,7 @@ class UpdatePolicy(Job):
     """
 
     STAGE: ClassVar[str] = "update_policy"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(
         {"parameters.settings.trainer.gpus", "parameters.settings.algorithm.critic.initialize_from"}
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import digest_file
-from stages.artifacts.shards import read_table
+from stages.artifacts.shards import read_rows
 
 Json = dict[str, Any]
 WORK_DONE = {
@@ -62,7 +62,7 @@ def _runs(reference: Path, store: Path) -> list[str]:
 
 def _rows(run: Path) -> Json:
     """Metric rows by key; one that occurs twice counts as different."""
-    rows = read_table(layout.run_metrics(run), schemas.METRICS).to_pylist()
+    rows = read_rows(run, "metrics", schemas.METRICS)
     keys = Counter((row["round_index"], row["stage"], row["step"], row["metric"]) for row in rows)
     figures = {
         str((row["round_index"], row["stage"], row["step"], row["metric"])): row["value"]

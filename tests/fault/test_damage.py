@@ -176,7 +176,7 @@ def test_r08_what_was_damaged_is_put_aside_and_made_again_the_same(
     )
 
 
-@pytest.mark.parametrize("document", ["config.json", "jobs/train_sft.json", "summary.json", "metrics.arrow"])
+@pytest.mark.parametrize("document", ["config.json", "jobs/train_sft.json", "summary.json", "metrics-00000.arrow"])
 def test_r08_a_damaged_document_of_the_run_is_written_anew(
     references: Mapping[str, Reference], nursery: Nursery, tmp_path: Path, document: str
 ) -> None:

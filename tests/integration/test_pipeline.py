@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stages.artifacts import layout, schemas
-from stages.artifacts.shards import read_table
+from stages.artifacts import schemas
+from stages.artifacts.shards import read_rows, read_table
 from tests.integration.pipelines import ROOT, TINY_PPO, Result, command, environment, run_flow
 
 PPO_STAGES = (
@@ -234,7 +234,7 @@ def test_a_model_of_ones_own_starts_the_rounds(finished: Result, run_directory: 
 
 
 def test_figures_of_every_stage_are_in_one_arrow_file(finished: Result, run_directory: Path) -> None:
-    rows = read_table(layout.run_metrics(run_directory), schemas.METRICS).to_pylist()
+    rows = read_rows(run_directory, "metrics", schemas.METRICS)
     names = {(row["round_index"], row["stage"], row["metric"]) for row in rows}
     assert (2, "round-002-update_policy", "policy_loss") in names
     assert (-1, "train_sft", "train_loss") in names
@@ -244,7 +244,7 @@ def test_figures_of_every_stage_are_in_one_arrow_file(finished: Result, run_dire
 
 
 def test_the_ledger_says_where_the_time_went(finished: Result, run_directory: Path) -> None:
-    rows = read_table(layout.run_ledger(run_directory), schemas.LEDGER).to_pylist()
+    rows = read_rows(run_directory, "ledger", schemas.LEDGER)
     by_stage = {row["stage"]: row for row in rows}
     assert len(by_stage) == len(rows) == len(finished.made())
     for row in rows:

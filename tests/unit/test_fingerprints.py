@@ -124,6 +124,7 @@ def examples() -> Iterator[Job]:
             prompts_per_shard=4,
             temperature=1.0,
             max_completion_tokens=8,
+            finish_fraction=1.0,
             max_prompt_tokens=32,
             dtype="float32",
             generator=GENERATOR,

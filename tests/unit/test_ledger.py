@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
-from flows.ledger import Ledger, cost_row, metric_rows, summary_table
+from flows.ledger import GrowingRows, Ledger, cost_row, metric_rows, summary_table
 from stages.artifacts import layout, schemas
 from stages.artifacts.reference import ArtifactRef
-from stages.artifacts.shards import read_table, write_table
+from stages.artifacts.shards import read_rows, write_table
 from tasks.display import Lines
 from tasks.run import Costs, Outcome, Run
 
@@ -56,7 +56,7 @@ def test_a_second_start_keeps_what_the_first_one_spent(tmp_path: Path) -> None:
     ledger.write()
     second.outcomes.append(outcome(tmp_path, "round-000-generate_rollouts", generated_tokens=60.0))
     ledger.write()
-    rows = read_table(layout.run_ledger(second.directory), schemas.LEDGER).to_pylist()
+    rows = read_rows(second.directory, "ledger", schemas.LEDGER)
     assert [(row["stage"], row["work_seconds"]) for row in rows] == [
         ("train_sft", 6.0),
         ("round-000-generate_rollouts", 6.0),
@@ -72,16 +72,35 @@ def test_a_start_that_does_less_takes_nothing_away(tmp_path: Path) -> None:
     Ledger(partial).write()
     third.outcomes.append(outcome(tmp_path, "train_sft", computed_tokens=60.0))
     Ledger(third).write()
-    rows = read_table(layout.run_ledger(third.directory), schemas.LEDGER).to_pylist()
+    rows = read_rows(third.directory, "ledger", schemas.LEDGER)
     assert [(row["stage"], row["tokens"]) for row in rows] == [("round-000-update_policy", 0), ("train_sft", 60)]
 
 
 def test_a_damaged_ledger_stops_nothing(tmp_path: Path) -> None:
     run = run_in(tmp_path)
-    layout.run_ledger(run.directory).write_bytes(b"ARROW1 no more")
+    layout.shard(run.directory, "ledger", 0).write_bytes(b"ARROW1 no more")
     run.outcomes.append(outcome(tmp_path, "train_sft"))
     Ledger(run).write()
-    assert len(read_table(layout.run_ledger(run.directory), schemas.LEDGER)) == 1
+    assert len(read_rows(run.directory, "ledger", schemas.LEDGER)) == 1
+
+
+def test_a_full_file_is_not_written_again(tmp_path: Path) -> None:
+    rows = [{"round_index": i, "stage": "s", "step": -1, "metric": "m", "value": i / 2} for i in range(11)]
+    layout.shard(tmp_path, "metrics", 7).write_bytes(b"of an earlier start")
+    growing = GrowingRows(tmp_path, "metrics", schemas.METRICS, rows_per_file=4)
+    growing.add(rows[:6])
+    growing.write()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["metrics-00000.arrow", "metrics-00001.arrow"]
+    first = layout.shard(tmp_path, "metrics", 0).stat().st_mtime_ns
+    for row in rows[6:]:
+        growing.add([row])
+        growing.write()
+    assert read_rows(tmp_path, "metrics", schemas.METRICS) == rows
+    assert layout.shard(tmp_path, "metrics", 0).stat().st_mtime_ns == first
+    growing.begin_anew()
+    growing.add(rows[:3])
+    growing.write()
+    assert read_rows(tmp_path, "metrics", schemas.METRICS) == rows[:3]
 
 
 def test_figures_are_written_once_each(tmp_path: Path) -> None:
@@ -100,7 +119,7 @@ def test_figures_are_written_once_each(tmp_path: Path) -> None:
     run.outcomes.append(made)
     ledger.write()
     ledger.write()
-    rows = read_table(layout.run_metrics(run.directory), schemas.METRICS).to_pylist()
+    rows = read_rows(run.directory, "metrics", schemas.METRICS)
     assert rows == metric_rows(made)
     assert [(row["stage"], row["step"], row["metric"]) for row in rows] == [
         ("round-000-update_policy", -1, "policy_loss"),
