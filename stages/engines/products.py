@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 @cache
@@ -20,12 +20,12 @@ def use_onednn() -> Any:
     onednn: Any = torch.backends.mkldnn
     if not onednn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels: Any = library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
-        library.impl("mm", _mm, "CPU", allow_override=True)
-        library.impl("addmm", _addmm, "CPU", allow_override=True)
-    return library
+        kernels.impl("mm", _mm, "CPU", allow_override=True)
+        kernels.impl("addmm", _addmm, "CPU", allow_override=True)
+    return kernels
 
 
 def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
