@@ -17,6 +17,7 @@ class FromScratch(Frozen):
     hidden: int = Field(default=192, ge=8)
     layers: int = Field(default=3, ge=1)
     heads: int = Field(default=6, ge=1)
+    kv_heads: int | None = Field(default=None, ge=1, description="of keys and values; as many as `heads` if not given")
     mlp: int = Field(default=512, ge=8)
     max_positions: int = Field(default=512, ge=16)
     tied_embeddings: bool = True
@@ -29,6 +30,8 @@ class FromScratch(Frozen):
                 f"expected hidden / heads to be one of {HEAD_SIZES} (what vLLM's kernels have), "
                 f"found {self.hidden} / {self.heads}"
             )
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"expected kv_heads to divide heads = {self.heads}, found {self.kv_heads}")
         return self
 
 

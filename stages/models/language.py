@@ -33,7 +33,7 @@ def base_model(model: ModelConfig, *, bos: int, eos: int, pad: int) -> PreTraine
                 intermediate_size=scratch.mlp,
                 num_hidden_layers=scratch.layers,
                 num_attention_heads=scratch.heads,
-                num_key_value_heads=scratch.heads,
+                num_key_value_heads=scratch.kv_heads or scratch.heads,
                 max_position_embeddings=scratch.max_positions,
                 tie_word_embeddings=scratch.tied_embeddings,
                 bos_token_id=bos,

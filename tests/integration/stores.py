@@ -226,6 +226,7 @@ class House:
             "prompts_per_shard": 2,
             "temperature": 1.0,
             "max_completion_tokens": 12,
+            "finish_fraction": 1.0,
             "max_prompt_tokens": 48,
             "dtype": dtype,
             "generator": GeneratorResources(engines=engines, threads=1),

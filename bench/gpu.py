@@ -1,0 +1,419 @@
+"""`python -m bench.gpu --shape 1.5b`: rounds of the stages alone, with random weights of a known shape, on one GPU.
+
+No Prefect and no flow: jobs go to resident workers, artifacts are committed, as a task does it. Generator and trainer
+take turns on the device. Generation is held against a roofline made of what the same device does in the same minutes:
+bytes per second of a copy and operations per second of matrix products; training against those products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.machine import machine
+from bench.result import median, ratio, shown, write_result
+from configs.algorithms import Grpo, Ppo
+from configs.critic import FromPolicy
+from configs.models import FromScratch, ModelConfig, Optimizer
+from configs.resources import GeneratorResources, TrainerResources
+from configs.rewards import VerifierSource
+from configs.sources import DataConfig, FileSource
+from stages.artifacts import layout, store
+from stages.artifacts.durable import write_json
+from stages.artifacts.reference import ArtifactRef
+from stages.artifacts.schemas import ROLLOUTS
+from stages.artifacts.shards import read_tables
+from stages.compute_logprobs import job as logprobs_contract
+from stages.estimate_advantages import job as advantages_contract
+from stages.generate_rollouts import job as rollouts_contract
+from stages.initialize_critic import job as critic_contract
+from stages.job import Compute, Job
+from stages.prepare_datasets import job as data_contract
+from stages.prepare_datasets.digests import source_digests
+from stages.score_rollouts import job as rewards_contract
+from stages.train_sft import job as sft_contract
+from stages.update_policy.job import Inputs, Parameters, TrainerState, UpdatePolicy, UpdateSettings
+from stages.workers import PoolSpec, WorkerPool
+
+Row = dict[str, Any]
+_SEED = 17
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, *, tied: bool, words: int = 151_936
+) -> FromScratch:
+    return FromScratch(
+        vocabulary=words,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        mlp=mlp,
+        max_positions=32_768,
+        tied_embeddings=tied,
+    )
+
+
+SHAPES = {
+    "tiny": _shape(64, 2, 2, 1, 128, tied=True, words=512),
+    "0.5b": _shape(896, 24, 14, 2, 4864, tied=True),
+    "1.5b": _shape(1536, 28, 12, 2, 8960, tied=True),
+    "3b": _shape(2048, 36, 16, 2, 11_008, tied=True),
+    "7b": _shape(3584, 28, 28, 4, 18_944, tied=False, words=152_064),
+}
+"""Of the Qwen 2.5 models; `tiny` is for trying the bench on a CPU."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the device does, measured: bytes per second copied (read and written), operations per second."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def weights_read(shape: FromScratch) -> int:
+    """Parameters that a decoding step reads: every layer's, and the output embedding."""
+    width = shape.hidden // shape.heads
+    attention = shape.hidden * (shape.hidden + width * (shape.kv_heads or shape.heads)) * 2
+    return shape.layers * (attention + 3 * shape.hidden * shape.mlp) + shape.vocabulary * shape.hidden
+
+
+def decode_roofline_seconds(
+    shape: FromScratch, lengths: Sequence[tuple[int, int]], *, concurrent: int, dtype_bytes: int, limits: Limits
+) -> float:
+    """The least time in which `lengths` (prompt and completion tokens of each rollout) can be decoded.
+
+    Sequences run `concurrent` at a time, the longest first. Each step reads the weights once and every running
+    sequence's keys and values, and computes two operations per weight and sequence; it takes as long as the slower of
+    the two. Prompts are taken as given.
+    """
+    weights, width = weights_read(shape), shape.hidden // shape.heads
+    kv_bytes = 2 * shape.layers * (shape.kv_heads or shape.heads) * width * dtype_bytes
+    rows = sorted(lengths, key=lambda row: -row[1])
+    seconds = 0.0
+    for start in range(0, len(rows), concurrent):
+        wave = rows[start : start + concurrent]
+        for step in range(wave[0][1]):
+            running = [prompt + step for prompt, tokens in wave if tokens > step]
+            read = weights * dtype_bytes + kv_bytes * sum(running)
+            operations = 2.0 * weights * len(running)
+            seconds += max(read / limits.bytes_per_second, operations / limits.flops_per_second)
+    return seconds
+
+
+@dataclass
+class Memory:
+    """The most that was in use on the GPU while the context lasted, by nvidia-smi; 0 where there is none."""
+
+    most_bytes: int = 0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look five times a second."""
+        stop = threading.Event()
+
+        def look() -> None:
+            command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+            while not stop.wait(0.2):
+                found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+                self.most_bytes = max(self.most_bytes, int(found) << 20 if found.isdigit() else 0)
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+@dataclass
+class House:
+    """A scratch store and the two resident pools; makes artifacts as a task does, one after the other."""
+
+    store: Path
+    device: Literal["cpu", "cuda"]
+    threads: int
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shared: dict[str, Any] = {"ranks": 1, "device": self.device, "threads": self.threads, "takes_turns": True}
+        self.gpus = (0,) if self.device == "cuda" else ()
+        kinds: tuple[Literal["trainer", "generator"], ...] = ("trainer", "generator")
+        self.pools = {
+            kind: WorkerPool(
+                PoolSpec(kind=kind, gpus=self.gpus, **shared), logs=self.store / "logs", stall_seconds=1800
+            )
+            for kind in kinds
+        }
+
+    @property
+    def compute(self) -> Compute:
+        """What every model's stage runs on."""
+        return Compute(device=self.device, ranks=1, threads=self.threads, gpus=self.gpus)
+
+    def make(self, job: Job, *, round_index: int = -1) -> ArtifactRef:
+        """Run and commit one job; the other pool leaves the device first. Notes what that took."""
+        pool, other = (self.pools[kind] for kind in (job.WORKER, _OTHER[job.WORKER]))
+        path = layout.run_job(self.store / "runs" / "gpu", f"{round_index}-{job.STAGE}-{job.fingerprint}")
+        write_json(path, job.document())
+        began = time.monotonic()
+        other.rest(on_progress=_silent)
+        rested = time.monotonic()
+        attempt = store.new_attempt(job)
+        metrics = pool.run(path, attempt, on_progress=_silent)
+        worked = time.monotonic()
+        store.commit(job, attempt, metrics=metrics, wall_seconds=worked - rested)
+        row = {
+            "stage": job.STAGE,
+            "round_index": round_index,
+            "rest_seconds": rested - began,
+            "start_seconds": pool.waited_seconds,
+            "work_seconds": worked - rested - pool.waited_seconds,
+            "commit_seconds": time.monotonic() - worked,
+            "tokens": metrics.get("generated_tokens", metrics.get("computed_tokens", 0.0)),
+            "model_flops": metrics.get("model_flops", 0.0),
+        }
+        self.rows.append(row)
+        print(
+            f"{round_index:>3} {job.STAGE:<22} {row['work_seconds']:9.2f} s, rest {row['rest_seconds']:.2f} s",
+            flush=True,
+        )
+        return job.ref
+
+    def close(self) -> None:
+        """End both pools."""
+        for pool in self.pools.values():
+            pool.close()
+
+
+_OTHER: dict[str, Literal["trainer", "generator"]] = {"trainer": "generator", "generator": "trainer"}
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Progress is for people, and this run is timed."""
+
+
+def main() -> int:
+    """Measure and write the result."""
+    asked = _asked()
+    began = machine()
+    scratch = asked.scratch or Path(tempfile.mkdtemp(prefix="bench-ratchet-"))
+    shape, memory = SHAPES[asked.shape], Memory()
+    limits = _limits(asked.device, asked.dtype)
+    house = House(store=scratch / "store", device=asked.device, threads=asked.threads)
+    house.store.mkdir(parents=True)
+    try:
+        with memory.watched():
+            _rounds(house, shape, asked)
+    finally:
+        house.close()
+    figures = _figures(house, shape, asked, limits)
+    write_result(
+        asked.out or Path(f"bench/results/gpu_{asked.shape}.json"),
+        began=began,
+        seeds=[_SEED],
+        shape=shape.model_dump(),
+        asked={k: v for k, v in vars(asked).items() if not isinstance(v, Path)},
+        limits=vars(limits),
+        **figures,
+        peak_gpu_bytes=memory.most_bytes or None,
+        goals={"decode_share_of_roofline": 0.5, "update_mfu": 0.3},
+        stages=house.rows,
+    )
+    print(
+        f"{asked.shape}: {shown(figures['generated_tokens_per_second'], digits=0)} tokens/s, "
+        f"{shown(figures['decode_share_of_roofline'])} of the decode roofline (goal 0.5), update at "
+        f"{shown(figures['update_mfu'])} of measured matrix products (goal 0.3)"
+    )
+    return 0
+
+
+def _asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b")
+    parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: with a critic of that shape")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3, help="the first is warm-up")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-words", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=512, help="longest completion; random weights hardly end earlier")
+    parser.add_argument("--concurrent", type=int, default=2048, help="sequences in flight")
+    parser.add_argument("--microbatch-tokens", type=int, default=16_384)
+    parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
+    parser.add_argument("--compile", action="store_true", help="vLLM's graphs instead of eager")
+    parser.add_argument("--gpu-memory", type=float, default=0.8, help="vLLM's share while it is awake")
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def _limits(device: str, dtype: str) -> Limits:
+    """Measured in a process of its own, so that nothing of it stays on the device."""
+    command = [sys.executable, "-m", "bench.device_limits", device, dtype]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return Limits(bytes_per_second=float(found[-2]), flops_per_second=float(found[-1]))
+
+
+def _rounds(house: House, shape: FromScratch, asked: argparse.Namespace) -> None:
+    """Data, policy_0 with random weights, and the rounds."""
+    config = _data(house.store, asked)
+    of_data = data_contract.Parameters(data=config, base=shape, digests=source_digests(config, None))
+    data = house.make(data_contract.PrepareDatasets(store=house.store, seed=_SEED, parameters=of_data))
+    model = ModelConfig(base=shape, dtype=asked.dtype, gradient_checkpointing=asked.checkpointing)
+    rate = Optimizer(learning_rate=1e-6)
+    given: dict[str, Any] = {"policy_optimizer": rate, "num_minibatches": 4, "kl_coef": 0.01}
+    algorithm = Ppo(critic_optimizer=rate, **given) if asked.algorithm == "ppo" else Grpo(**given)
+    trainer = TrainerResources(
+        gpus=house.gpus, threads=asked.threads, zero_stage=1, max_tokens_per_microbatch=asked.microbatch_tokens
+    )
+    settings = UpdateSettings(model=model, algorithm=algorithm, trainer=trainer)
+    shared: dict[str, Any] = {"store": house.store, "seed": _SEED, "compute": house.compute}
+    of_policy = sft_contract.Parameters(model=model, sft=None, trainer=trainer)
+    policy = house.make(sft_contract.TrainSft(inputs=sft_contract.Inputs(data=data), parameters=of_policy, **shared))
+    state = TrainerState(policy=policy)
+    if isinstance(algorithm, Ppo):
+        of_critic = critic_contract.Parameters(start=FromPolicy(), dtype=asked.dtype)
+        start = critic_contract.Inputs(reward_model=None, policy=policy)
+        critic = house.make(critic_contract.InitializeCritic(inputs=start, parameters=of_critic, **shared))
+        state = TrainerState(policy=policy, critic=critic)
+    for index in range(asked.rounds):
+        of_rollouts = rollouts_contract.Parameters(
+            purpose="training",
+            round_index=index,
+            split="train",
+            window=index,
+            num_prompts=asked.prompts,
+            group_size=asked.group,
+            prompts_per_shard=asked.prompts,
+            temperature=1.0,
+            max_completion_tokens=asked.tokens,
+            finish_fraction=1.0,
+            max_prompt_tokens=config.max_prompt_tokens,
+            dtype=asked.dtype,
+            generator=GeneratorResources(
+                gpus=house.gpus,
+                threads=asked.threads,
+                max_concurrent=asked.concurrent,
+                eager=not asked.compile,
+                gpu_memory_utilization=asked.gpu_memory,
+            ),
+        )
+        sampled_from = rollouts_contract.Inputs(data=data, policy=state.policy)
+        rollouts = house.make(
+            rollouts_contract.GenerateRollouts(inputs=sampled_from, parameters=of_rollouts, **shared), round_index=index
+        )
+        of_rewards = rewards_contract.Parameters(
+            sources=(VerifierSource(verifier="length"),),
+            code={},
+            dtype=asked.dtype,
+            max_tokens_per_microbatch=asked.microbatch_tokens,
+        )
+        rewards = house.make(
+            rewards_contract.ScoreRollouts(
+                inputs=rewards_contract.Inputs(rollouts=rollouts), parameters=of_rewards, **shared
+            ),
+            round_index=index,
+        )
+        bound = 1e-4 if asked.dtype == "float32" else 0.05
+        logprobs = house.make(
+            logprobs_contract.ComputeLogprobs(
+                inputs=logprobs_contract.Inputs(rollouts=rollouts, state=state, ref_policy=policy),
+                parameters=logprobs_contract.Parameters(temperature=1.0, settings=settings, max_mismatch=bound),
+                **shared,
+            ),
+            round_index=index,
+        )
+        credit = advantages_contract.Inputs(rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state)
+        advantages = house.make(
+            advantages_contract.EstimateAdvantages(
+                store=house.store,
+                seed=_SEED,
+                inputs=credit,
+                parameters=advantages_contract.Parameters(algorithm=algorithm),
+            ),
+            round_index=index,
+        )
+        update = house.make(
+            UpdatePolicy(
+                inputs=Inputs(rollouts=rollouts, logprobs=logprobs, advantages=advantages, state=state),
+                parameters=Parameters(round_index=index, temperature=1.0, settings=settings),
+                **shared,
+            ),
+            round_index=index,
+        )
+        state = TrainerState(policy=update, critic=update if isinstance(algorithm, Ppo) else None)
+
+
+def _data(directory: Path, asked: argparse.Namespace) -> DataConfig:
+    """Prompts of so many made-up words, enough for every round."""
+    chance, path = random.Random(_SEED), directory / "prompts.jsonl"
+    words = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
+    count = 2 * asked.rounds * asked.prompts + 20
+    texts = (" ".join(chance.choices(words, k=asked.prompt_words)) for _ in range(count))
+    path.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
+    return DataConfig(prompts=FileSource(path=str(path)), max_prompt_tokens=4 * asked.prompt_words)
+
+
+def _figures(house: House, shape: FromScratch, asked: argparse.Namespace, limits: Limits) -> dict[str, Any]:
+    """Medians over the rounds after the first."""
+    measured = [row for row in house.rows if row["round_index"] >= 1]
+    seconds = {
+        stage: [row["work_seconds"] for row in measured if row["stage"] == stage]
+        for stage in dict.fromkeys(row["stage"] for row in measured)
+    }
+    shares, rates = [], []
+    for row in measured:
+        if row["stage"] == "generate_rollouts":
+            roofline = decode_roofline_seconds(
+                shape,
+                _lengths(house, row["round_index"]),
+                concurrent=asked.concurrent,
+                dtype_bytes=_DTYPE_BYTES[asked.dtype],
+                limits=limits,
+            )
+            shares.append(roofline / row["work_seconds"])
+            rates.append(row["tokens"] / row["work_seconds"])
+    updates = [row for row in measured if row["stage"] == "update_policy"]
+    return {
+        "rounds_measured": asked.rounds - 1,
+        "seconds": {stage: median(found) for stage, found in seconds.items()},
+        "rest_seconds": {
+            kind: median([row["rest_seconds"] for row in measured if row["stage"] == stage])
+            for kind, stage in (("trainer", "generate_rollouts"), ("generator", "score_rollouts"))
+        },
+        "generated_tokens_per_second": median(rates),
+        "decode_share_of_roofline": median(shares),
+        "update_flops_per_second": median([row["model_flops"] / row["work_seconds"] for row in updates]),
+        "update_mfu": ratio(
+            median([row["model_flops"] / row["work_seconds"] for row in updates]), limits.flops_per_second
+        ),
+    }
+
+
+def _lengths(house: House, round_index: int) -> list[tuple[int, int]]:
+    """Prompt and completion tokens of each rollout of a round."""
+    (path,) = (house.store / "runs" / "gpu" / "jobs").glob(f"{round_index}-generate_rollouts-*.json")
+    ref = ArtifactRef(stage="generate_rollouts", fingerprint=path.stem.rpartition("-")[2])
+    columns = ("prompt_ids", "completion_ids")
+    table = read_tables(ref.path(house.store), "rollouts", ROLLOUTS, columns=columns)
+    return [(len(row["prompt_ids"]), len(row["completion_ids"])) for row in table.to_pylist()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
