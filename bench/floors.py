@@ -24,7 +24,7 @@ from configs.load import load_config
 from configs.schema import RunConfig
 from stages.artifacts import layout
 from stages.artifacts.seeds import seed_at
-from stages.workers import PoolSpec
+from stages.workers import KEPT_MEMORY, PoolSpec
 
 _COLUMNS = ("prompt_id", "sample_index", "prompt_ids", "completion_ids")
 
@@ -193,7 +193,7 @@ def _bare_training(config: RunConfig, rounds: list[Any], work: Path, scratch: Pa
         "num_minibatches": config.algorithm.num_minibatches,
         "max_tokens": trainer.max_tokens_per_microbatch,
     }
-    env = {"OMP_NUM_THREADS": str(trainer.threads), "DS_ACCELERATOR": "cpu"}
+    env = {**KEPT_MEMORY, "OMP_NUM_THREADS": str(trainer.threads), "DS_ACCELERATOR": "cpu"}
     return _child("bench.bare_training", settings, work / "training.json", env, scratch, ranks=trainer.ranks)
 
 

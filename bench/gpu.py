@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,9 @@ class Memory:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Look five times a second."""
+        if shutil.which("nvidia-smi") is None:
+            yield
+            return
         stop = threading.Event()
 
         def look() -> None:
@@ -319,7 +323,7 @@ def _rounds(house: House, shape: FromScratch, asked: argparse.Namespace) -> None
             rollouts_contract.GenerateRollouts(inputs=sampled_from, parameters=of_rollouts, **shared), round_index=index
         )
         of_rewards = rewards_contract.Parameters(
-            sources=(VerifierSource(verifier="length"),),
+            sources=(VerifierSource(verifier="length", options={"target": asked.tokens}),),
             code={},
             dtype=asked.dtype,
             max_tokens_per_microbatch=asked.microbatch_tokens,

@@ -30,7 +30,7 @@ _WARM = {
     "generator": "vllm,vllm.entrypoints.llm,vllm.v1.worker.gpu_model_runner",
 }
 """What engines import sooner or later, so that it is not in anybody's way: also on CPU a part is named after GPUs."""
-_KEPT_MEMORY = {
+KEPT_MEMORY = {
     name: os.environ.get(name, str(size))
     for name, size in (
         ("MALLOC_MMAP_THRESHOLD_", 32 << 20),
@@ -274,7 +274,7 @@ class WorkerPool:
             env |= {"RATCHET_ENGINE": str(rank), "RATCHET_ENGINES": str(spec.ranks)}
             env["VLLM_CPU_KVCACHE_SPACE"] = str(spec.kv_cache_gib)
         if spec.device == "cpu":
-            env = _KEPT_MEMORY | env
+            env = KEPT_MEMORY | env
             env["DS_ACCELERATOR"] = "cpu"
             env["CUDA_VISIBLE_DEVICES"] = ""
         elif spec.gpus:

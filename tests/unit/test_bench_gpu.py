@@ -1,0 +1,40 @@
+"""The roofline of bench/gpu.py, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.gpu import SHAPES, Limits, decode_roofline_seconds, weights_read
+from configs.models import FromScratch
+
+# width 32: 4 heads on 2 heads of keys and values
+SHAPE = FromScratch(vocabulary=300, hidden=128, layers=2, heads=4, kv_heads=2, mlp=256, max_positions=64)
+# query and output 2 x 128 x 128, key and value 2 x 128 x 64, three products of the MLP; twice; and the output embedding
+WEIGHTS = 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256) + 300 * 128
+KV_BYTES = 2 * 2 * 2 * 32 * 4
+
+
+def test_the_weights_that_a_step_reads() -> None:
+    assert weights_read(SHAPE) == WEIGHTS
+    assert weights_read(SHAPES["1.5b"]) == pytest.approx(1.54e9, rel=0.01)
+    assert weights_read(SHAPES["7b"]) == pytest.approx(7.07e9, rel=0.01), "without the input embedding"
+
+
+def test_two_sequences_of_which_one_ends_first() -> None:
+    limits = Limits(bytes_per_second=1000.0, flops_per_second=1e12)
+    both = WEIGHTS * 4 + KV_BYTES * (5 + 7)
+    alone = WEIGHTS * 4 + KV_BYTES * (7 + 1)
+    found = decode_roofline_seconds(SHAPE, [(5, 1), (7, 2)], concurrent=2, dtype_bytes=4, limits=limits)
+    assert found == pytest.approx((both + alone) / 1000.0)
+
+
+def test_a_device_that_computes_slowly_is_bound_by_that() -> None:
+    limits = Limits(bytes_per_second=1e15, flops_per_second=10.0)
+    found = decode_roofline_seconds(SHAPE, [(5, 1), (7, 2)], concurrent=2, dtype_bytes=4, limits=limits)
+    assert found == pytest.approx(2 * WEIGHTS * 3 / 10.0)
+
+
+def test_one_after_the_other_reads_the_weights_again() -> None:
+    limits = Limits(bytes_per_second=1.0, flops_per_second=1e15)
+    found = decode_roofline_seconds(SHAPE, [(0, 1), (0, 1)], concurrent=1, dtype_bytes=2, limits=limits)
+    assert found == pytest.approx(2 * 2 * WEIGHTS)
