@@ -68,13 +68,14 @@ def trial(nursery: Nursery, reference: Reference, index: int, store: Path) -> di
     later = [where for at, where in committed(reference.operations) if at >= before]
     later = [where for where in later if not (store / where / layout.MANIFEST).exists()][:2]
     again = nursery.start(reference.case, store)
-    if len(later) == 2:
-        while not again.is_over and not (store / later[1] / layout.MANIFEST).exists():
+    if len(later) == 2:  # a snapshot and the next round's rollouts are made at the same time: wait for both
+        while not again.is_over and not all((store / where / layout.MANIFEST).exists() for where in later):
             time.sleep(0.02)
         code = again.kill().code if not again.is_over else again.wait().code
         wrong += differences(reference.store, store, partial=True)
         wrong += [f"left over: {p}" for p in litter(store) if p.startswith(later[0].replace("artifacts", "attempts"))]
-        wrong += [] if (store / later[1] / layout.MANIFEST).exists() else [f"exit code {code}: {again.out[-2000:]}"]
+        missing = [where for where in later if not (store / where / layout.MANIFEST).exists()]
+        wrong += [f"exit code {code}, without {missing}: {again.out[-2000:]}"] if missing else []
     else:
         code = again.wait().code
         wrong += [f"left over: {path}" for path in litter(store)]

@@ -46,6 +46,16 @@ def test_round_0_is_that_of_a_run_without_staleness(references: Mapping[str, Ref
     assert "train_sft" not in begun and "update_policy" in begun
 
 
+def test_also_without_it_a_round_is_sampled_while_the_trainer_writes_down_its_state(
+    references: Mapping[str, Reference],
+) -> None:
+    reference = references[PPO.name]
+    found, names = jobs(reference.store), [operation.name for operation in reference.operations]
+    sampled, state = (found[f"round-{label}"] for label in ("002-generate_rollouts", "001-snapshot_trainer"))
+    began = next(i for i, name in enumerate(names) if f"attempts/{sampled['stage']}/{sampled['fingerprint']}" in name)
+    assert began < names.index(f"rename artifacts/{state['stage']}/{state['fingerprint']}")
+
+
 def jobs(store: Path) -> Mapping[str, Any]:
     """The run's jobs by label."""
     (run,) = (store / "runs").iterdir()
