@@ -179,7 +179,7 @@ def _bare_generation(
         "engine": ours if name == "our_settings" else defaults,
     }
     threads, space = str(generator.threads), str(generator.kv_cache_gib)
-    env = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": space}
+    env = {**KEPT_MEMORY, "OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": space}
     return _child("bench.bare_generation", settings, work / f"generation-{name}.json", env, scratch, ranks=1)
 
 

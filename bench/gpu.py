@@ -14,23 +14,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bench.machine import machine
 from bench.result import median, ratio, shown, write_result
+from bench.roofline import Limits, decode_roofline_seconds
+from bench.stages_alone import House
 from configs.algorithms import Grpo, Ppo
 from configs.critic import FromPolicy
 from configs.models import FromScratch, ModelConfig, Optimizer
 from configs.resources import GeneratorResources, TrainerResources
 from configs.rewards import VerifierSource
 from configs.sources import DataConfig, FileSource
-from stages.artifacts import layout, store
-from stages.artifacts.durable import write_json
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.schemas import ROLLOUTS
 from stages.artifacts.shards import read_tables
@@ -38,16 +37,15 @@ from stages.compute_logprobs import job as logprobs_contract
 from stages.estimate_advantages import job as advantages_contract
 from stages.generate_rollouts import job as rollouts_contract
 from stages.initialize_critic import job as critic_contract
-from stages.job import Compute, Job
 from stages.prepare_datasets import job as data_contract
 from stages.prepare_datasets.digests import source_digests
 from stages.score_rollouts import job as rewards_contract
 from stages.train_sft import job as sft_contract
 from stages.update_policy.job import Inputs, Parameters, TrainerState, UpdatePolicy, UpdateSettings
-from stages.workers import PoolSpec, WorkerPool
 
 Row = dict[str, Any]
 _SEED = 17
+_PROMPT_TOKENS_PER_WORD = 4
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -74,44 +72,6 @@ SHAPES = {
     "7b": _shape(3584, 28, 28, 4, 18_944, tied=False, words=152_064),
 }
 """Of the Qwen 2.5 models; `tiny` is for trying the bench on a CPU."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the device does, measured: bytes per second copied (read and written), operations per second."""
-
-    bytes_per_second: float
-    flops_per_second: float
-
-
-def weights_read(shape: FromScratch) -> int:
-    """Parameters that a decoding step reads: every layer's, and the output embedding."""
-    width = shape.hidden // shape.heads
-    attention = shape.hidden * (shape.hidden + width * (shape.kv_heads or shape.heads)) * 2
-    return shape.layers * (attention + 3 * shape.hidden * shape.mlp) + shape.vocabulary * shape.hidden
-
-
-def decode_roofline_seconds(
-    shape: FromScratch, lengths: Sequence[tuple[int, int]], *, concurrent: int, dtype_bytes: int, limits: Limits
-) -> float:
-    """The least time in which `lengths` (prompt and completion tokens of each rollout) can be decoded.
-
-    Sequences run `concurrent` at a time, the longest first. Each step reads the weights once and every running
-    sequence's keys and values, and computes two operations per weight and sequence; it takes as long as the slower of
-    the two. Prompts are taken as given.
-    """
-    weights, width = weights_read(shape), shape.hidden // shape.heads
-    kv_bytes = 2 * shape.layers * (shape.kv_heads or shape.heads) * width * dtype_bytes
-    rows = sorted(lengths, key=lambda row: -row[1])
-    seconds = 0.0
-    for start in range(0, len(rows), concurrent):
-        wave = rows[start : start + concurrent]
-        for step in range(wave[0][1]):
-            running = [prompt + step for prompt, tokens in wave if tokens > step]
-            read = weights * dtype_bytes + kv_bytes * sum(running)
-            operations = 2.0 * weights * len(running)
-            seconds += max(read / limits.bytes_per_second, operations / limits.flops_per_second)
-    return seconds
 
 
 @dataclass
@@ -141,73 +101,6 @@ class Memory:
         finally:
             stop.set()
             thread.join()
-
-
-@dataclass
-class House:
-    """A scratch store and the two resident pools; makes artifacts as a task does, one after the other."""
-
-    store: Path
-    device: Literal["cpu", "cuda"]
-    threads: int
-    rows: list[Row] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        shared: dict[str, Any] = {"ranks": 1, "device": self.device, "threads": self.threads, "takes_turns": True}
-        self.gpus = (0,) if self.device == "cuda" else ()
-        kinds: tuple[Literal["trainer", "generator"], ...] = ("trainer", "generator")
-        self.pools = {
-            kind: WorkerPool(
-                PoolSpec(kind=kind, gpus=self.gpus, **shared), logs=self.store / "logs", stall_seconds=1800
-            )
-            for kind in kinds
-        }
-
-    @property
-    def compute(self) -> Compute:
-        """What every model's stage runs on."""
-        return Compute(device=self.device, ranks=1, threads=self.threads, gpus=self.gpus)
-
-    def make(self, job: Job, *, round_index: int = -1) -> ArtifactRef:
-        """Run and commit one job; the other pool leaves the device first. Notes what that took."""
-        pool, other = (self.pools[kind] for kind in (job.WORKER, _OTHER[job.WORKER]))
-        path = layout.run_job(self.store / "runs" / "gpu", f"{round_index}-{job.STAGE}-{job.fingerprint}")
-        write_json(path, job.document())
-        began = time.monotonic()
-        other.rest(on_progress=_silent)
-        rested = time.monotonic()
-        attempt = store.new_attempt(job)
-        metrics = pool.run(path, attempt, on_progress=_silent)
-        worked = time.monotonic()
-        store.commit(job, attempt, metrics=metrics, wall_seconds=worked - rested)
-        row = {
-            "stage": job.STAGE,
-            "round_index": round_index,
-            "rest_seconds": rested - began,
-            "start_seconds": pool.waited_seconds,
-            "work_seconds": worked - rested - pool.waited_seconds,
-            "commit_seconds": time.monotonic() - worked,
-            "tokens": metrics.get("generated_tokens", metrics.get("computed_tokens", 0.0)),
-            "model_flops": metrics.get("model_flops", 0.0),
-        }
-        self.rows.append(row)
-        print(
-            f"{round_index:>3} {job.STAGE:<22} {row['work_seconds']:9.2f} s, rest {row['rest_seconds']:.2f} s",
-            flush=True,
-        )
-        return job.ref
-
-    def close(self) -> None:
-        """End both pools."""
-        for pool in self.pools.values():
-            pool.close()
-
-
-_OTHER: dict[str, Literal["trainer", "generator"]] = {"trainer": "generator", "generator": "trainer"}
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Progress is for people, and this run is timed."""
 
 
 def main() -> int:
@@ -264,7 +157,10 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--scratch", type=Path)
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.rounds < 2:
+        parser.error(f"--rounds: expected at least 2, of which the first is warm-up, found {asked.rounds}")
+    return asked
 
 
 def _limits(device: str, dtype: str) -> Limits:
@@ -297,71 +193,87 @@ def _rounds(house: House, shape: FromScratch, asked: argparse.Namespace) -> None
         critic = house.make(critic_contract.InitializeCritic(inputs=start, parameters=of_critic, **shared))
         state = TrainerState(policy=policy, critic=critic)
     for index in range(asked.rounds):
-        of_rollouts = rollouts_contract.Parameters(
-            purpose="training",
-            round_index=index,
-            split="train",
-            window=index,
-            num_prompts=asked.prompts,
-            group_size=asked.group,
-            prompts_per_shard=asked.prompts,
-            temperature=1.0,
-            max_completion_tokens=asked.tokens,
-            finish_fraction=1.0,
-            max_prompt_tokens=config.max_prompt_tokens,
-            dtype=asked.dtype,
-            generator=GeneratorResources(
-                gpus=house.gpus,
-                threads=asked.threads,
-                max_concurrent=asked.concurrent,
-                eager=not asked.compile,
-                gpu_memory_utilization=asked.gpu_memory,
-            ),
-        )
-        sampled_from = rollouts_contract.Inputs(data=data, policy=state.policy)
-        rollouts = house.make(
-            rollouts_contract.GenerateRollouts(inputs=sampled_from, parameters=of_rollouts, **shared), round_index=index
-        )
-        of_rewards = rewards_contract.Parameters(
-            sources=(VerifierSource(verifier="length", options={"target": asked.tokens}),),
-            code={},
-            dtype=asked.dtype,
-            max_tokens_per_microbatch=asked.microbatch_tokens,
-        )
-        rewards = house.make(
-            rewards_contract.ScoreRollouts(
-                inputs=rewards_contract.Inputs(rollouts=rollouts), parameters=of_rewards, **shared
-            ),
-            round_index=index,
-        )
-        bound = 1e-4 if asked.dtype == "float32" else 0.05
-        logprobs = house.make(
-            logprobs_contract.ComputeLogprobs(
-                inputs=logprobs_contract.Inputs(rollouts=rollouts, state=state, ref_policy=policy),
-                parameters=logprobs_contract.Parameters(temperature=1.0, settings=settings, max_mismatch=bound),
-                **shared,
-            ),
-            round_index=index,
-        )
-        credit = advantages_contract.Inputs(rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state)
-        advantages = house.make(
-            advantages_contract.EstimateAdvantages(
-                store=house.store,
-                seed=_SEED,
-                inputs=credit,
-                parameters=advantages_contract.Parameters(algorithm=algorithm),
-            ),
-            round_index=index,
-        )
-        update = house.make(
-            UpdatePolicy(
-                inputs=Inputs(rollouts=rollouts, logprobs=logprobs, advantages=advantages, state=state),
-                parameters=Parameters(round_index=index, temperature=1.0, settings=settings),
-                **shared,
-            ),
-            round_index=index,
-        )
-        state = TrainerState(policy=update, critic=update if isinstance(algorithm, Ppo) else None)
+        state = _round(house, asked, index=index, data=data, ref_policy=policy, state=state, settings=settings)
+
+
+def _round(
+    house: House,
+    asked: argparse.Namespace,
+    *,
+    index: int,
+    data: ArtifactRef,
+    ref_policy: ArtifactRef,
+    state: TrainerState,
+    settings: UpdateSettings,
+) -> TrainerState:
+    """Generate, score, look, credit, update."""
+    shared: dict[str, Any] = {"store": house.store, "seed": _SEED, "compute": house.compute}
+    algorithm = settings.algorithm
+    of_rollouts = rollouts_contract.Parameters(
+        purpose="training",
+        round_index=index,
+        split="train",
+        window=index,
+        num_prompts=asked.prompts,
+        group_size=asked.group,
+        prompts_per_shard=asked.prompts,
+        temperature=1.0,
+        max_completion_tokens=asked.tokens,
+        finish_fraction=1.0,
+        max_prompt_tokens=_PROMPT_TOKENS_PER_WORD * asked.prompt_words,
+        dtype=asked.dtype,
+        generator=GeneratorResources(
+            gpus=house.gpus,
+            threads=asked.threads,
+            max_concurrent=asked.concurrent,
+            eager=not asked.compile,
+            gpu_memory_utilization=asked.gpu_memory,
+        ),
+    )
+    sampled_from = rollouts_contract.Inputs(data=data, policy=state.policy)
+    rollouts = house.make(
+        rollouts_contract.GenerateRollouts(inputs=sampled_from, parameters=of_rollouts, **shared), round_index=index
+    )
+    of_rewards = rewards_contract.Parameters(
+        sources=(VerifierSource(verifier="length", options={"target": asked.tokens}),),
+        code={},
+        dtype=asked.dtype,
+        max_tokens_per_microbatch=asked.microbatch_tokens,
+    )
+    rewards = house.make(
+        rewards_contract.ScoreRollouts(
+            inputs=rewards_contract.Inputs(rollouts=rollouts), parameters=of_rewards, **shared
+        ),
+        round_index=index,
+    )
+    bound = 1e-4 if asked.dtype == "float32" else 0.05
+    logprobs = house.make(
+        logprobs_contract.ComputeLogprobs(
+            inputs=logprobs_contract.Inputs(rollouts=rollouts, state=state, ref_policy=ref_policy),
+            parameters=logprobs_contract.Parameters(temperature=1.0, settings=settings, max_mismatch=bound),
+            **shared,
+        ),
+        round_index=index,
+    )
+    credit = advantages_contract.Inputs(rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state)
+    advantages = house.make(
+        advantages_contract.EstimateAdvantages(
+            store=house.store,
+            seed=_SEED,
+            inputs=credit,
+            parameters=advantages_contract.Parameters(algorithm=algorithm),
+        ),
+        round_index=index,
+    )
+    update = house.make(
+        UpdatePolicy(
+            inputs=Inputs(rollouts=rollouts, logprobs=logprobs, advantages=advantages, state=state),
+            parameters=Parameters(round_index=index, temperature=1.0, settings=settings),
+            **shared,
+        ),
+        round_index=index,
+    )
+    return TrainerState(policy=update, critic=update if isinstance(algorithm, Ppo) else None)
 
 
 def _data(directory: Path, asked: argparse.Namespace) -> DataConfig:
@@ -371,7 +283,9 @@ def _data(directory: Path, asked: argparse.Namespace) -> DataConfig:
     count = 2 * asked.rounds * asked.prompts + 20
     texts = (" ".join(chance.choices(words, k=asked.prompt_words)) for _ in range(count))
     path.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts))
-    return DataConfig(prompts=FileSource(path=str(path)), max_prompt_tokens=4 * asked.prompt_words)
+    return DataConfig(
+        prompts=FileSource(path=str(path)), max_prompt_tokens=_PROMPT_TOKENS_PER_WORD * asked.prompt_words
+    )
 
 
 def _figures(house: House, shape: FromScratch, asked: argparse.Namespace, limits: Limits) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from configs.schema import RunConfig
 from stages.artifacts.schemas import PROMPTS
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import read_rows
-from stages.workers import PoolSpec
+from stages.workers import KEPT_MEMORY, PoolSpec
 
 _LOSS = {"token_mean": "dapo", "sequence_mean": "grpo"}
 
@@ -194,6 +194,7 @@ def run_peer(
     command = [sys.executable, "-m", "bench.trl_side", str(directory / "settings.json")]
     ours = PoolSpec("trainer", "cpu", 1, settings["threads"])
     threads = {
+        **KEPT_MEMORY,
         "OMP_NUM_THREADS": str(settings["threads"]),
         "OMP_WAIT_POLICY": choices["wait_policy"],
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", ours.spin_count),

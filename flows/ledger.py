@@ -45,16 +45,16 @@ class GrowingRows:
 
     def write(self) -> None:
         """Write the rows since the last full file, each file whole or not at all."""
+        if self._begins:
+            for path in sorted(self._directory.glob(f"{self._kind}-?????.arrow"), reverse=True):
+                if path > layout.shard(self._directory, self._kind, 0):
+                    path.unlink()
+            self._begins = False
         self._write_open()
         while len(self._open) > self._rows_per_file:
             self._open = self._open.slice(self._rows_per_file).combine_chunks()
             self._index += 1
             self._write_open()
-        if self._begins:
-            for path in self._directory.glob(f"{self._kind}-?????.arrow"):
-                if path > layout.shard(self._directory, self._kind, self._index):
-                    path.unlink()
-            self._begins = False
 
     def _write_open(self) -> None:
         path = layout.shard(self._directory, self._kind, self._index)

@@ -48,7 +48,7 @@ OnProgress = Callable[[str, int, int], None]
 class PoolSpec:
     """What a pool of workers runs on: one process per rank.
 
-    takes_turns: its devices are another pool's as well. works_beside: another pool works at the same time.
+    takes_turns: its devices are another pool's as well. works_beside: another pool works all the while.
     """
 
     kind: Literal["trainer", "generator"]

@@ -59,8 +59,9 @@ def beside(run: Run, make: Callable[[Run], Made]) -> Iterator[Future[Made]]:
         made.result()
         run.outcomes += side.outcomes
     except BaseException as error:
-        goes_on = isinstance(error, DamagedArtifact)  # in this process, with the same workers
-        _end(side, made, within=math.inf if goes_on else _LEAVE_SECONDS)
+        if not run.replay:  # where it has not begun, or is over
+            goes_on = isinstance(error, DamagedArtifact)  # in this process, with the same workers
+            _end(side, made, within=math.inf if goes_on else _LEAVE_SECONDS)
         raise
     finally:
         run.beside_it = None

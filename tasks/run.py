@@ -145,7 +145,7 @@ class Run:
     def require_going_on(self) -> None:
         """Raise what the work beside this one has failed with, Unwanted if nobody waits for this one any more."""
         if self.unwanted.is_set():
-            raise Unwanted("given up: the round that was trained at the same time has failed or was interrupted")
+            raise Unwanted("given up: what the trainer did at the same time has failed or was interrupted")
         if self.beside_it is not None and self.beside_it.done():
             self.beside_it.result()
 

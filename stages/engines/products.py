@@ -36,7 +36,8 @@ def _mm(left_MK: Tensor, right_KN: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, left_MK: Tensor, right_KN: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    plain = beta == 1 and alpha == 1 and bias.shape == right_KN.shape[1:] and bias.dtype == torch.float32
+    plain = beta == 1 and alpha == 1 and bias.shape == right_KN.shape[1:] and bias.is_contiguous()
+    plain = plain and bias.dtype == torch.float32
     if plain and _is_ours(left_MK, right_KN):
         return _linear(left_MK, right_KN, bias_N=bias)
     shape = (left_MK.shape[0], right_KN.shape[1])
@@ -55,5 +56,7 @@ def _is_ours(left_MK: Tensor, right_KN: Tensor) -> bool:
 
 
 def _linear(left_MK: Tensor, right_KN: Tensor, *, bias_N: Tensor | None) -> Tensor:
+    if not (right_KN.is_contiguous() or right_KN.t().is_contiguous()):
+        right_KN = right_KN.contiguous()  # oneDNN refuses some strides
     product_MN: Tensor = torch.ops.mkldnn._linear_pointwise.default(left_MK, right_KN.t(), bias_N, "none", [], "")
     return product_MN

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,9 @@ class GenerationEngine:
     ) -> Iterator[tuple[int, dict[str, Completion]]]:
         """Sample every request of every batch together, and yield each batch, by its index, when it is whole.
 
-        finish_fraction: below 1, a batch does not wait for its longest completions. Once that share of them has ended,
-        the others are cut at the length of the longest of those; by length alone, so that it is the same batch whatever
-        else was in flight. on_tokens(finished) is called now and then. Raises GateError.
+        finish_fraction: below 1, a batch does not wait for its longest completions: what is longer than the longest of
+        that share is cut there. By length alone, so that it is the same batch whatever else was in flight.
+        on_tokens(finished) is called now and then. Raises GateError.
         """
         if not self._llm.reset_prefix_cache():
             raise GateError(
@@ -182,7 +183,7 @@ class _Tail:
 
     def __init__(self, batch: Sequence[Request], finish_fraction: float) -> None:
         self._keys = [request.key for request in batch]
-        self._waits_for = math.ceil(finish_fraction * len(batch))
+        self._waits_for = math.ceil(Fraction(str(finish_fraction)) * len(batch))
         self._ended: dict[str, Completion] = {}
         self._cut: dict[str, Completion] = {}
         self._running: dict[str, Any] = {}

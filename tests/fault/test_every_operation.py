@@ -41,17 +41,24 @@ def plan_for(reference: Reference, index: int) -> tuple[Plan, int]:
     operations, chosen = reference.operations, reference.operations[index]
     where = chosen.name.partition(" ")[2]
     commits = [(-1, ""), *((at, place) for at, place in committed(operations) if at < index)]
-    at, place = commits[-1]
+    follows = [i for i, (_, place) in enumerate(commits) if i and where in _after_a_commit(place)]
+    commits = commits[: follows[-1] + 1] if follows else commits  # another may have come in between
+    at = commits[-1][0]
     released = [at for at, place in commits[1:] if where.startswith(place) and _is_released(reference, place)]
     if released:  # the reference no longer has what was deleted from it: it is made again first
         before = since = released[0]
-    elif where in (place.rpartition("/")[0], place.replace("artifacts/", "attempts/")):  # what follows a commit
+    elif follows:
         before, since = at, commits[-2][0] + 1
     else:
         before, since = index, at + 1
     first = 0 if where.startswith("runs/") else since
     nth = sum(o.name == chosen.name and o.by == chosen.by for o in operations[first : index + 1])
     return Plan(chosen.name, nth=nth), before
+
+
+def _after_a_commit(place: str) -> tuple[str, str]:
+    """Where the operations lie that follow an artifact's commit."""
+    return place.rpartition("/")[0], place.replace("artifacts/", "attempts/")
 
 
 def _is_released(reference: Reference, place: str) -> bool:

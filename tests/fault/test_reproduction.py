@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from stages.artifacts import layout, schemas
+from stages.artifacts.shards import read_table
 from tests.fault.campaign import compared
 from tests.fault.hook import VARIABLE, Plan, deaths, prepare
 from tests.fault.trials import Case, Nursery, Reference, rng, trials
@@ -38,6 +40,25 @@ def typed(
         return subprocess.Popen(
             argv, cwd=cwd, env=env, stdout=output, stderr=output, start_new_session=True, preexec_fn=heed_interrupts
         )
+
+
+def test_only_what_is_trained_on_is_cut_where_enough_has_ended(references: Mapping[str, Reference]) -> None:
+    """All of the grpo case's trials run so: sampling.finish_fraction 0.75."""
+    reference = references["grpo"]
+    (run,) = (reference.store / "runs").iterdir()
+    jobs = [json.loads(path.read_text()) for path in (run / "jobs").glob("*generate_rollouts.json")]
+    fractions = {(job["parameters"]["purpose"], job["parameters"]["finish_fraction"]) for job in jobs}
+    assert fractions == {("training", 0.75), ("evaluation", 1.0)}
+    early = []
+    for job in (job for job in jobs if job["parameters"]["purpose"] == "training"):
+        directory = layout.artifact(reference.store, job["stage"], job["fingerprint"])
+        for shard in directory.glob("rollouts-*.arrow"):
+            rows = read_table(shard, schemas.ROLLOUTS, columns=["completion_ids", "finish_reason"]).to_pylist()
+            longest = max(len(row["completion_ids"]) for row in rows)
+            cut = [row for row in rows if row["finish_reason"] == "length"]
+            assert all(len(row["completion_ids"]) == longest for row in cut), "all at the same length"
+            early += cut if longest < job["parameters"]["max_completion_tokens"] else []
+    assert early, "else nothing was cut, and nothing is shown"
 
 
 def test_r01_elsewhere_it_ends_with_the_same_bits(

@@ -65,6 +65,7 @@ def test_the_longest_are_cut_where_enough_have_ended(
     assert lengths[0] < lengths[-1], "else there is nothing to cut"
     expected = by_the_rule(whole["rows"], fraction=0.25)
     assert cut["rows"].keys() == expected.keys() and cut["steps"] < whole["steps"]
+    assert alone["rows"].keys() == {key for key in expected if key.startswith("1/")}
     for found in (cut["rows"], alone["rows"]):
         for key, (tokens, logprobs, reason) in found.items():
             assert [tokens, reason] == [expected[key][0], expected[key][2]], key

@@ -88,6 +88,17 @@ def test_a_replay_looks_up_one_after_the_other(tmp_path: Path) -> None:
     assert threads == [threading.main_thread()]
 
 
+@pytest.mark.parametrize("error", [NotDone("x"), DamagedArtifact("x", stage="toy", fingerprint="0" * 32)])
+def test_a_replay_that_finds_the_flow_itself_undone_waits_for_nothing(tmp_path: Path, error: Exception) -> None:
+    config = load_config("configs/quickstart.yaml", overrides={"store": str(tmp_path / "store")})
+    started = time.monotonic()
+    with Run(config, display=Lines(), replay=True) as run:
+        with pytest.raises(type(error)), beside(run, lambda side: outcome(side, "never")):
+            raise error
+        assert run.outcomes == []
+    assert time.monotonic() - started < 1.0
+
+
 def test_what_fails_beside_the_flow_ends_it_at_its_next_stage(run: Run) -> None:
     tries = []
 

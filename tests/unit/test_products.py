@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity, profile
 
 from stages.engines.products import use_onednn
 
 
 @pytest.fixture(autouse=True)
-def _onednn() -> None:
-    assert use_onednn() is not None, "the pinned PyTorch has it"
-    assert use_onednn() is use_onednn(), "once for a process"
+def _onednn() -> Iterator[None]:
+    kernels = use_onednn()
+    assert kernels is not None and kernels is use_onednn(), "the pinned PyTorch has it; once for a process"
+    yield
+    kernels._destroy()
+    use_onednn.cache_clear()
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -66,6 +71,26 @@ def test_addmm_with_factors_and_wide_biases() -> None:
     assert torch.allclose(torch.addmm(bias, left, right), bias + left @ right, atol=1e-5)
     scaled = torch.addmm(bias[0], left, right, beta=0.5, alpha=2.0)
     assert torch.allclose(scaled, 0.5 * bias[0] + 2.0 * (left @ right), atol=1e-5)
+
+
+def test_odd_strides_give_the_same_numbers() -> None:
+    left, right = drawn(6, 4), drawn(4, 9)
+    for bias in (drawn(27)[::3], drawn(1).expand(9), drawn(18)[9:]):
+        assert torch.allclose(torch.addmm(bias, left, right), bias + left @ right, atol=1e-5)
+    for odd in (drawn(40).as_strided((4, 9), (2, 1)), drawn(8, 18)[::2, ::2], drawn(4, 1).expand(4, 9)):
+        assert torch.allclose(left @ odd, (left.double() @ odd.double()).float(), atol=1e-5)
+
+
+def test_forward_and_backward_passes_go_there_and_other_types_do_not() -> None:
+    def products(dtype: torch.dtype) -> tuple[int, int]:
+        x, w, b = (t.to(dtype).requires_grad_() for t in (drawn(6, 4), drawn(5, 4), drawn(5)))
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            (linear(x, w, b).sum() + linear(x, w).sum()).backward()
+        names = [event.name for event in seen.events() or []]
+        return names.count("mkldnn::_linear_pointwise"), sum(name in ("aten::mm", "aten::addmm") for name in names)
+
+    assert products(torch.float32) == (6, 6), "two forward, two gradients each"
+    assert products(torch.float64)[0] == products(torch.bfloat16)[0] == 0
 
 
 def test_wrong_shapes_are_refused_as_ever() -> None:
