@@ -43,12 +43,12 @@ def typed(
 
 
 def test_only_what_is_trained_on_is_cut_where_enough_has_ended(references: Mapping[str, Reference]) -> None:
-    """All of the grpo case's trials run so: sampling.finish_fraction 0.75."""
+    """All of the grpo case's trials run so: sampling.finish_fraction 0.25."""
     reference = references["grpo"]
     (run,) = (reference.store / "runs").iterdir()
     jobs = [json.loads(path.read_text()) for path in (run / "jobs").glob("*generate_rollouts.json")]
     fractions = {(job["parameters"]["purpose"], job["parameters"]["finish_fraction"]) for job in jobs}
-    assert fractions == {("training", 0.75), ("evaluation", 1.0)}
+    assert fractions == {("training", 0.25), ("evaluation", 1.0)}
     early = []
     for job in (job for job in jobs if job["parameters"]["purpose"] == "training"):
         directory = layout.artifact(reference.store, job["stage"], job["fingerprint"])

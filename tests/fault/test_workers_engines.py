@@ -127,11 +127,10 @@ def tampered(outputs):
                 continue
             sampled = output.outputs[0]
             if kind == "empty":
-                sampled.token_ids, sampled.logprobs = [], []
+                sampled.token_ids, sampled.logprobs = [], type(sampled.logprobs)()
             else:
-                place = sampled.logprobs[chance.randrange(len(sampled.logprobs))]
-                for token in place:
-                    place[token].logprob = math.nan if kind == "nan" else 0.5
+                place = chance.choice(sampled.logprobs.start_indices)
+                sampled.logprobs.logprobs[place] = math.nan if kind == "nan" else 0.5
         yield output
 
 engine._llm.llm_engine.step = lambda: list(tampered(honest()))

@@ -59,7 +59,7 @@ GRPO = Case(
         # the exact match of an untrained model is always 0: nothing would be learned, and nothing proven
         "rewards": [{"kind": "verifier", "verifier": "position_match"}],
         "rounds.count": 3,
-        "sampling.finish_fraction": 0.75,
+        "sampling.finish_fraction": 0.25,
         "rounds.snapshot_every": 5,
         "sft.snapshot_every": 4,
     },

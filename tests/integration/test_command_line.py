@@ -78,7 +78,7 @@ def test_an_interrupted_run_leaves_no_process_and_goes_on(name: str, tmp_path: P
     pipes |= {"start_new_session": True, "preexec_fn": heed_interrupts}
     flow = subprocess.Popen(argv, cwd=ROOT, env=environment(prefect_home), **pipes)
     for line in flow.stdout:
-        if line.startswith("prepare_datasets"):
+        if line.startswith("prepare_datasets  "):  # done; its progress has a colon
             break
     children = psutil.Process(flow.pid).children(recursive=True)
     assert len(children) >= 3, "a server, a generator, a trainer"
