@@ -37,6 +37,7 @@ _COLUMNS = (
 )
 
 _PUBLISHED_ROUNDS = 50  # Prefect keeps the table of every round, and a table of all would grow with each
+_PUBLISH_SECONDS = 10.0
 
 
 class Report:
@@ -48,6 +49,8 @@ class Report:
         self.evaluations: list[tuple[int, Outcome]] = []
         self.states: dict[int, ArtifactRef] = {}
         self._progress: Any = None
+        self._unpublished: list[RoundResult] = []
+        self._published_at = -_PUBLISH_SECONDS
         self._tracker = Tracker(run)
         self._ledger = Ledger(run)
 
@@ -135,20 +138,26 @@ class Report:
             self.run.display.say(f"{what} not published: {type(error).__name__}: {reason}")
 
     def _publish_round(self, result: RoundResult) -> None:
-        """Table, link and progress in the Prefect UI."""
+        """Table, links and progress in the Prefect UI; of short rounds several together, the server has a core to share."""
+        index, count = result.round_index, self.run.config.rounds.count
+        self._unpublished.append(result)
+        if index + 1 < count and time.monotonic() - self._published_at < _PUBLISH_SECONDS:
+            return
+        unpublished, self._unpublished = self._unpublished, []
+        self._published_at = time.monotonic()
         if not _has_view():
             return
-        index, count = result.round_index, self.run.config.rounds.count
         percent = 100.0 * (index + 1) / count
         table = [shown_row(row) for row in self.rows[-_PUBLISHED_ROUNDS:]]
         create_table_artifact(table=table, key="rounds", description=f"Newest rounds of run {self.run.name}")
-        rollouts = result.sampling.rollouts.path / "rollouts-00000.arrow"
-        create_link_artifact(
-            link=rollouts.as_uri(),
-            key=f"round-{index:03d}-rollouts",
-            link_text=str(rollouts),
-            description=f"Rollouts of round {index} of run {self.run.name}",
-        )
+        for each in unpublished:
+            rollouts = each.sampling.rollouts.path / "rollouts-00000.arrow"
+            create_link_artifact(
+                link=rollouts.as_uri(),
+                key=f"round-{each.round_index:03d}-rollouts",
+                link_text=str(rollouts),
+                description=f"Rollouts of round {each.round_index} of run {self.run.name}",
+            )
         if self._progress is None:
             description = f"Rounds of run {self.run.name} that are done"
             self._progress = create_progress_artifact(progress=percent, key="progress", description=description)

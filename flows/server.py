@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from os import environ
 from pathlib import Path
@@ -34,6 +34,7 @@ from stages.process import ChildProcess
 _START_SECONDS = 120.0
 _ATTEMPTS = 3
 _ANSWER_SECONDS = 2.0
+_NICE = 10
 # Prefect's client would ask a server that is gone for a minute, and one that hangs for seven.
 _OWN_SERVER = {PREFECT_CLIENT_MAX_RETRIES: 3, PREFECT_API_REQUEST_TIMEOUT: 15.0}
 # What Prefect itself sets for the server that it starts where there is none.
@@ -108,12 +109,21 @@ def _start(log: Path) -> tuple[ChildProcess, str]:
         server = ChildProcess(command, env={**environ, **_EMBEDDED}, log=log)
         try:
             if _answers(server, port):
+                _stand_back(server.pid)
                 return server, f"http://127.0.0.1:{port}/api"
         except BaseException:
             server.kill()
             raise
         server.kill()
     raise RatchetError(f"Prefect's server did not start in {_ATTEMPTS} attempts; log: {log}")
+
+
+def _stand_back(pid: int) -> None:
+    """Let the run's own processes go first where cores are scarce: what they wait for is not what this one writes."""
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), _NICE)
+        Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
 
 
 def _answers(server: ChildProcess, port: int) -> bool:
