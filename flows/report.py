@@ -138,7 +138,7 @@ class Report:
             self.run.display.say(f"{what} not published: {type(error).__name__}: {reason}")
 
     def _publish_round(self, result: RoundResult) -> None:
-        """Table, links and progress in the Prefect UI; short rounds several together: the server shares a core with them."""
+        """Table, links and progress in the Prefect UI; short rounds several together: the server shares their cores."""
         index, count = result.round_index, self.run.config.rounds.count
         self._unpublished.append(result)
         if index + 1 < count and time.monotonic() - self._published_at < _PUBLISH_SECONDS:
