@@ -145,12 +145,20 @@ class WorkerPool:
         except TransientError:
             self.kill()  # it holds nothing any more, and that is what was asked
 
-    def run(self, job: Path, out: Path, *, on_progress: OnProgress, all_ranks: bool = True) -> dict[str, float]:
-        """Run one job on every rank (or on rank 0 alone) and return its metrics.
+    def run(
+        self,
+        job: Path,
+        out: Path,
+        *,
+        on_progress: OnProgress,
+        all_ranks: bool = True,
+        before: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Run one job on every rank (or on rank 0 alone) and return its metrics. before: called once they are ready.
 
         Trainer ranks work on one thing, so rank 0 speaks for them; engines do shares, so theirs are added up.
 
-        Raises TransientError if a worker is lost, else what the stage raised.
+        Raises TransientError if a worker is lost, else what the stage or `before` raised.
         """
         called = time.monotonic()
         self.start()
@@ -161,6 +169,7 @@ class WorkerPool:
                 self.start_seconds = time.monotonic() - self._started
             self.waited_seconds = time.monotonic() - called
             workers = self._workers if all_ranks else self._workers[:1]
+            before()
             self._at_rest = False
             for worker in workers:
                 worker.send({"job": str(job), "out": str(out)})

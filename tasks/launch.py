@@ -200,6 +200,7 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> _Made:
             attempt,
             on_progress=show,
             all_ranks=job.WORKER == "generator" or job.compute.ranks == pool.spec.ranks,
+            before=run.lease.require,  # who was stopped while they started must leave nothing in another's store
         )
     except RatchetError:
         run.lease.require()  # whoever took the run over has cleared this attempt away: that is the reason
