@@ -179,7 +179,7 @@ def _bare_generation(
         "engine": ours if name == "our_settings" else defaults,
     }
     threads, space = str(generator.threads), str(generator.kv_cache_gib)
-    env = {**KEPT_MEMORY, "OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": space}
+    env = {"OMP_NUM_THREADS": threads, "VLLM_CPU_KVCACHE_SPACE": space}
     return _child("bench.bare_generation", settings, work / f"generation-{name}.json", env, scratch, ranks=1)
 
 
@@ -193,7 +193,7 @@ def _bare_training(config: RunConfig, rounds: list[Any], work: Path, scratch: Pa
         "num_minibatches": config.algorithm.num_minibatches,
         "max_tokens": trainer.max_tokens_per_microbatch,
     }
-    env = {**KEPT_MEMORY, "OMP_NUM_THREADS": str(trainer.threads), "DS_ACCELERATOR": "cpu"}
+    env = {"OMP_NUM_THREADS": str(trainer.threads), "DS_ACCELERATOR": "cpu"}
     return _child("bench.bare_training", settings, work / "training.json", env, scratch, ranks=trainer.ranks)
 
 
@@ -208,7 +208,7 @@ def _child(
         log = path.with_suffix(f".{rank}.log")
         with log.open("wb") as output:
             command = [sys.executable, "-m", module, str(path)]
-            own = {**environment(scratch), **env, **(place if module.endswith("training") else {})}
+            own = {**KEPT_MEMORY, **environment(scratch), **env, **(place if module.endswith("training") else {})}
             started.append((subprocess.Popen(command, cwd=ROOT, env=own, stdout=output, stderr=output), log))
     for process, log in started:
         if process.wait() != 0:

@@ -192,14 +192,7 @@ def run_peer(
     _write_lines(directory / "held_out.jsonl", held_out)
     (directory / "settings.json").write_text(json.dumps(settings, indent=2))
     command = [sys.executable, "-m", "bench.trl_side", str(directory / "settings.json")]
-    ours = PoolSpec("trainer", "cpu", 1, settings["threads"])
-    threads = {
-        **KEPT_MEMORY,
-        "OMP_NUM_THREADS": str(settings["threads"]),
-        "OMP_WAIT_POLICY": choices["wait_policy"],
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", ours.spin_count),
-    }
-    env = peer.environment(run.scratch) | threads
+    env = KEPT_MEMORY | peer.environment(run.scratch) | _threads(settings["threads"], choices["wait_policy"])
     watched = run_watched(command, cwd=ROOT, env=env, log=directory / "log")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     of_kind = {kind: [e for e in events if e["event"] == kind] for kind in ("generated", "round", "evaluated", "log")}
@@ -219,6 +212,16 @@ def run_peer(
         ],
         logs=[event["logs"] for event in of_kind["log"]],
     )
+
+
+def _threads(count: int, wait_policy: str) -> dict[str, str]:
+    """How the peer's OpenMP threads wait: as ours do, but for the policy that it may choose."""
+    ours = PoolSpec("trainer", "cpu", 1, count)
+    return {
+        "OMP_NUM_THREADS": str(count),
+        "OMP_WAIT_POLICY": wait_policy,
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", ours.spin_count),
+    }
 
 
 def peer_settings(config: RunConfig) -> dict[str, Any]:

@@ -9,13 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
 from prefect.context import FlowRunContext
 from prefect.runtime import deployment
 
@@ -23,7 +16,7 @@ from configs.rewards import RewardModelSource
 from flows.changes import not_bit_identical
 from flows.ledger import Ledger, summary_table
 from flows.round import RoundResult
-from flows.server import server_answers
+from flows.view import PrefectView
 from stages.artifacts import layout
 from stages.artifacts.durable import read_json, write_bytes, write_json
 from stages.artifacts.reference import ArtifactRef
@@ -31,13 +24,11 @@ from tasks.run import Outcome, Run
 from tasks.tracking import Tracker
 
 Row = dict[str, Any]
+_PUBLISHED_ROUNDS = 50
 _COLUMNS = (
     *("round", "held_out", "proxy", "reward", "kl", "entropy", "clip", "tokens"),
     *("gen_tok/s", "train_tok/s", "seconds", "waiting"),
 )
-
-_PUBLISHED_ROUNDS = 50  # Prefect keeps the table of every round, and a table of all would grow with each
-_PUBLISH_SECONDS = 10.0
 
 
 class Report:
@@ -48,9 +39,7 @@ class Report:
         self.rows: list[Row] = []
         self.evaluations: list[tuple[int, Outcome]] = []
         self.states: dict[int, ArtifactRef] = {}
-        self._progress: Any = None
-        self._unpublished: list[RoundResult] = []
-        self._published_at = -_PUBLISH_SECONDS
+        self._view = PrefectView(run)
         self._tracker = Tracker(run)
         self._ledger = Ledger(run)
 
@@ -72,7 +61,7 @@ class Report:
             self._ledger.write()
             self._link_policies()
             self._try("wandb", lambda: self._tracker.log(result.round_index, self.rows[-1]))
-            self._try("Prefect artifacts", lambda: self._publish_round(result))
+            self._try("Prefect artifacts", lambda: self._view.add_round(result, self._shown()))
 
     def finish(self, *, policy: Outcome, reward_model: Outcome | None) -> None:
         """The summary: what got better, where everything lies, what to type next."""
@@ -82,7 +71,7 @@ class Report:
             write_bytes(self.run.directory / "summary.md", ("\n".join(lines) + "\n").encode())
             write_json(self.run.directory / "summary.json", self.summary())
             self._try("wandb", self._tracker.finish)
-            self._try("Prefect artifacts", lambda: self._publish_summary(lines))
+            self._try("Prefect artifacts", lambda: self._view.finish(lines))
         for line in lines:
             self.run.display.say(line)
 
@@ -113,6 +102,10 @@ class Report:
             "not_bit_identical": not_bit_identical(self.run.directory),
         }
 
+    def _shown(self) -> list[dict[str, str]]:
+        """The newest rounds as text: Prefect keeps the table of every time, and a table of all would grow with each."""
+        return [shown_row(row) for row in self.rows[-_PUBLISHED_ROUNDS:]]
+
     def _show(self, row: Row) -> None:
         self.rows.append(row)
         self.run.display.say(table_line(shown_row(row).values()))
@@ -136,49 +129,6 @@ class Report:
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "")
             self.run.display.say(f"{what} not published: {type(error).__name__}: {reason}")
-
-    def _publish_round(self, result: RoundResult) -> None:
-        """Table, links and progress in the Prefect UI; short rounds several together: the server shares their cores."""
-        index, count = result.round_index, self.run.config.rounds.count
-        self._unpublished.append(result)
-        if index + 1 < count and time.monotonic() - self._published_at < _PUBLISH_SECONDS:
-            return
-        unpublished, self._unpublished = self._unpublished, []
-        self._published_at = time.monotonic()
-        if not _has_view():
-            return
-        percent = 100.0 * (index + 1) / count
-        table = [shown_row(row) for row in self.rows[-_PUBLISHED_ROUNDS:]]
-        create_table_artifact(table=table, key="rounds", description=f"Newest rounds of run {self.run.name}")
-        for each in unpublished:
-            rollouts = each.sampling.rollouts.path / "rollouts-00000.arrow"
-            create_link_artifact(
-                link=rollouts.as_uri(),
-                key=f"round-{each.round_index:03d}-rollouts",
-                link_text=str(rollouts),
-                description=f"Rollouts of round {each.round_index} of run {self.run.name}",
-            )
-        if self._progress is None:
-            description = f"Rounds of run {self.run.name} that are done"
-            self._progress = create_progress_artifact(progress=percent, key="progress", description=description)
-        else:
-            update_progress_artifact(artifact_id=self._progress, progress=percent)
-
-    def _publish_summary(self, lines: list[str]) -> None:
-        if not _has_view():
-            return
-        text = "\n".join(lines).strip()
-        description = f"Summary of run {self.run.name}"
-        create_markdown_artifact(markdown=f"```text\n{text}\n```", key="summary", description=description)
-
-
-def _has_view() -> bool:
-    """Whether Prefect watches this run. Raises ConnectionError if it should and its server is away."""
-    if FlowRunContext.get() is None:
-        return False
-    if not server_answers():
-        raise ConnectionError("Prefect's server does not answer; the run goes on without its view")
-    return True
 
 
 def table_line(cells: Iterable[str]) -> str:

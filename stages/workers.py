@@ -31,12 +31,9 @@ _WARM = {
 }
 """What engines import sooner or later, so that it is not in anybody's way: also on CPU a part is named after GPUs."""
 KEPT_MEMORY = {
-    name: os.environ.get(name, str(size))
-    for name, size in (
-        ("MALLOC_MMAP_THRESHOLD_", 32 << 20),
-        ("MALLOC_TRIM_THRESHOLD_", 8 << 30),
-        ("MALLOC_TOP_PAD_", 64 << 20),
-    )
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
 }
 """On CPU tensors of up to 32 MiB are given memory that was used before: fresh pages cost more than most operations."""
 _ROOT = Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ from torch import Tensor, library
 def use_onednn() -> Any:
     """From now on this process computes float32 `mm` and `addmm` on CPU, forward and backward, with oneDNN.
 
-    PyTorch gives them to MKL, which on processors that are not Intel's leaves half of their width unused (ADR 14).
+    PyTorch gives them to MKL, which is half as fast on a processor that is not Intel's (ADR 14).
     None, and nothing changes, where this build of PyTorch has no oneDNN. Returns what keeps it so; it is remembered.
     """
     onednn: Any = torch.backends.mkldnn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.gpu import SHAPES
+from bench.gpu_rounds import SHAPES
 from bench.roofline import Limits, decode_roofline_seconds, weights_read
 from configs.models import FromScratch
 

@@ -131,6 +131,21 @@ def run(pool: WorkerPool, words: str, *, seen: list[tuple[str, int, int]] | None
     return pool.run(Path(f"/{words}"), Path("/out"), on_progress=note)
 
 
+def test_whoever_may_not_go_on_once_the_workers_are_ready_gives_them_nothing(
+    open_pool: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, orders, states = open_pool(), [], []
+    monkeypatch.setattr(worker.WorkerProcess, "send", lambda self, order: orders.append(order))
+
+    def refuse() -> None:
+        states.append(pool._ready)
+        raise GateError("taken over")
+
+    with pytest.raises(GateError, match="taken over"):
+        pool.run(Path("/add 1"), Path("/out"), on_progress=ignored, before=refuse)
+    assert states == [True] and orders == [] and not pool.is_started
+
+
 def ignored(what: str, done: int, total: int) -> None:
     """Progress that nobody looks at."""
 
