@@ -56,6 +56,11 @@ class Rounds(Frozen):
         description="1: a round is sampled, while the one before it trains, from the policy that this one started from",
     )
 
+    @property
+    def shards(self) -> int:
+        """Files that a batch of rollouts comes in."""
+        return -(-self.prompts_per_round // self.prompts_per_shard)
+
 
 class Retention(Frozen):
     """What of a run is kept on disk. All rollouts and what was computed from them are kept, always: they are the log

@@ -18,8 +18,11 @@ from stages.artifacts.shards import read_rows, write_batches
 from tasks.run import Outcome, Run
 
 Row = dict[str, Any]
-_WIDTHS = (38, 5, 8, 8, 8, 8, 8, 10, 8, 8)
-_NAMES = ("seconds of", "times", "all", "waiting", "start", "work", "commit", "tokens/s", "GFLOP/s", "of limit")
+_WIDTHS = (38, 5, 8, 8, 8, 8, 8, 8, 10, 8, 8)
+_NAMES = (
+    *("seconds of", "times", "all", "waiting", "start", "work", "commit", "ahead"),
+    *("tokens/s", "GFLOP/s", "of limit"),
+)
 
 
 class GrowingRows:
@@ -123,6 +126,7 @@ def cost_row(outcome: Outcome) -> Row:
         "start_seconds": costs.start_seconds,
         "work_seconds": costs.work_seconds,
         "commit_seconds": costs.commit_seconds,
+        "ahead_seconds": costs.ahead_seconds,
         "bytes": costs.bytes,
         "tokens": int(tokens),
         "padding_fraction": metrics.get("padding_fraction", 0.0),
@@ -146,8 +150,9 @@ def summary_table(rows: Sequence[Row]) -> list[str]:
     lines = [_line(_NAMES)]
     for kind, group in sorted(kinds.items(), key=lambda item: -sum(row["seconds"] for row in item[1])):
         total = {name: sum(row[name] for row in group) for name in group[0] if name != "stage"}
-        spans = [total[f"{name}seconds"] for name in ("", "waiting_", "start_", "work_", "commit_")]
-        rates = [total["tokens"] / total["work_seconds"], total["model_flops"] / total["work_seconds"] / 1e9]
+        spans = [total[f"{name}seconds"] for name in ("", "waiting_", "start_", "work_", "commit_", "ahead_")]
+        worked = total["work_seconds"] + total["ahead_seconds"]
+        rates = [total["tokens"] / worked, total["model_flops"] / worked / 1e9]
         shown = [f"{span:.2f}" for span in spans] + [f"{rates[0]:.0f}", f"{rates[1]:.1f}"]
         shown[-2:] = [cell if rate else "-" for cell, rate in zip(shown[-2:], rates, strict=True)]
         shown.append(f"{rates[1] * 1e9 / limit:.0%}" if rates[1] and limit else "-")

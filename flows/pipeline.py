@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from configs.algorithms import Ppo
 from configs.sources import PolicySamplesSource
 from flows.report import Report
-from flows.round import run_round
-from flows.sampling import Sampled, next_round_beside, sample_round
+from flows.round import begin_round, run_round
+from flows.sampling import Sampling, sample_round, sampled_beside
 from stages.update_policy.job import TrainerState
 from tasks.evaluate_policy import evaluate
 from tasks.initialize_critic import initialize_critic
@@ -69,16 +69,18 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
         state = TrainerState(policy=models.ref_policy.ref, critic=critic.ref)
     data, reward_model = models.data, models.reward_model
     report.start(evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment="before"))
-    ahead: Sampled | None = None
+    sample = partial(sampled_beside, run, data=data)
+    begin = partial(begin_round, run, ref_policy=models.ref_policy, reward_model=reward_model)
+    with sample(round_index=0, policy=state.policy) as first:
+        begin(round_index=0, sampling=first, state=state)
+    sampled = first.made.result() if first is not None else None
     for round_index in range(config.rounds.count):
-        sampled = ahead or sample_round(run, round_index=round_index, data=data, policy=state.policy)
+        sampled = sampled or sample_round(run, round_index=round_index, data=data, policy=state.policy)
         is_last = round_index + 1 == config.rounds.count
-        following: Future[Sampled] | None = None
         with ExitStack() as beside:
+            following: Sampling | None = None
             if config.rounds.staleness:
-                following = beside.enter_context(
-                    next_round_beside(run, round_index=round_index, data=data, policy=state.policy)
-                )
+                following = beside.enter_context(sample(round_index=round_index + 1, policy=state.policy))
             result = run_round(
                 run,
                 round_index=round_index,
@@ -89,12 +91,11 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
                 reward_model=reward_model,
             )
             state = result.state
+            following = following or beside.enter_context(sample(round_index=round_index + 1, policy=state.policy))
             if (round_index + 1) % config.rounds.snapshot_every == 0 or is_last:
-                following = following or beside.enter_context(
-                    next_round_beside(run, round_index=round_index, data=data, policy=state.policy)
-                )
                 snapshot_trainer(run, round_index=round_index, state=state)
-        ahead = following.result() if following is not None else None
+            begin(round_index=round_index + 1, sampling=following, state=state)
+        sampled = following.made.result() if following is not None else None
         evaluation = None
         if (round_index + 1) % config.evaluation.every == 0 or is_last:
             moment = f"after-{round_index:03d}"

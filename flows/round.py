@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.algorithms import Ppo
-from flows.sampling import RoundSampling, Sampled, score_round
+from flows.sampling import RoundSampling, Sampled, Sampling, score_round, scoring
+from stages.job import Job
 from stages.update_policy.job import TrainerState
-from tasks.compute_logprobs import compute_logprobs
+from tasks.ahead import work_ahead
+from tasks.compute_logprobs import compute_logprobs, logprobs_job
 from tasks.estimate_advantages import estimate_advantages
 from tasks.run import Outcome, Run
 from tasks.update_policy import update_policy
@@ -25,6 +27,32 @@ class RoundResult:
     update: Outcome
 
 
+def begin_round(
+    run: Run,
+    *,
+    round_index: int,
+    sampling: Sampling | None,
+    state: TrainerState,
+    ref_policy: Outcome,
+    reward_model: Outcome | None,
+) -> None:
+    """While round `round_index` is sampled, score what is there, and have policy, reference and critic look at it.
+
+    sampling: None where there is nothing to do meanwhile.
+    """
+    if sampling is None:
+        return
+    label, rollouts, policy = f"round-{round_index:03d}", sampling.job.ref, sampling.job.inputs.policy
+    jobs: dict[str, Job] = {
+        f"{label}-score_rollouts": scoring(run, rollouts=rollouts, reward_model=reward_model),
+    }
+    if run.config.rounds.dynamic_sampling is None:  # with it, what is looked at is chosen by all rewards
+        jobs[f"{label}-compute_logprobs"] = logprobs_job(
+            run, rollouts=rollouts, sampled_by=policy, state=state, ref_policy=ref_policy.ref
+        )
+    work_ahead(run, sampling.job, jobs, until=sampling.made)
+
+
 def run_round(
     run: Run,
     *,
@@ -37,15 +65,9 @@ def run_round(
 ) -> RoundResult:
     """Train on what was sampled for round `round_index`, from `state`."""
     sampling = score_round(run, round_index=round_index, sampled=sampled, data=data, reward_model=reward_model)
-    rollouts, rewards = sampling.rollouts, sampling.rewards
-    logprobs = compute_logprobs(
-        run,
-        round_index=round_index,
-        rollouts=rollouts,
-        sampled_by=sampled.policy,
-        state=state,
-        ref_policy=ref_policy.ref,
-    )
+    rollouts, rewards, policy = sampling.rollouts, sampling.rewards, sampled.policy
+    looking = logprobs_job(run, rollouts=rollouts.ref, sampled_by=policy, state=state, ref_policy=ref_policy.ref)
+    logprobs = compute_logprobs(run, label=f"round-{round_index:03d}-compute_logprobs", job=looking)
     advantages = estimate_advantages(
         run, round_index=round_index, rollouts=rollouts, rewards=rewards, logprobs=logprobs, state=state
     )

@@ -5,17 +5,20 @@ Every batch is an artifact of its own; how many there are follows from the selec
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from configs.schema import DynamicSampling
 from stages.artifacts.reference import ArtifactRef
+from stages.generate_rollouts.job import GenerateRollouts
+from stages.score_rollouts.job import ScoreRollouts
 from tasks.beside import beside
-from tasks.generate_rollouts import generate_rollouts
+from tasks.generate_rollouts import generate_rollouts, rollouts_job
 from tasks.run import Outcome, Run
-from tasks.score_rollouts import score_rollouts
+from tasks.score_rollouts import rewards_job, score_rollouts
 from tasks.select_rollouts import select_rollouts
 
 
@@ -58,23 +61,32 @@ class Sampled:
     policy: ArtifactRef
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """A round's first rollouts, while they are sampled. job: what is asked for. made: what comes of it."""
+
+    job: GenerateRollouts
+    made: Future[Sampled]
+
+
 def sample_round(run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef) -> Sampled:
     """The first rollouts of round `round_index`, from `policy`."""
-    label = f"round-{round_index:03d}"
-    return Sampled(_generate(run, label=label, round_index=round_index, data=data, policy=policy, batch=0), policy)
+    job = _sampling(run, round_index=round_index, data=data, policy=policy)
+    return _sample(run, job, label=f"round-{round_index:03d}")
 
 
-def next_round_beside(
-    run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef
-) -> AbstractContextManager[Future[Sampled] | None]:
-    """While the context lasts, the round after this one is sampled from `policy`.
+@contextmanager
+def sampled_beside(run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef) -> Iterator[Sampling | None]:
+    """While the context lasts, round `round_index` is sampled from `policy`.
 
-    None where there is none after it, or where generator and trainer take turns on the same devices.
+    None where there is no such round, or where generator and trainer take turns on the same devices.
     """
-    following = round_index + 1
-    if run.config.resources.take_turns or following == run.config.rounds.count:
-        return nullcontext()
-    return beside(run, partial(sample_round, round_index=following, data=data, policy=policy))
+    if run.config.resources.take_turns or round_index == run.config.rounds.count:
+        yield None
+        return
+    job = _sampling(run, round_index=round_index, data=data, policy=policy)
+    with beside(run, partial(_sample, job=job, label=f"round-{round_index:03d}")) as made:
+        yield Sampling(job, made)
 
 
 def score_round(
@@ -84,14 +96,8 @@ def score_round(
     rule, label = run.config.rounds.dynamic_sampling, f"round-{round_index:03d}"
 
     def scored(rollouts: Outcome, label: str) -> Batch:
-        rewards = score_rollouts(
-            run,
-            label=f"{label}-score_rollouts",
-            rollouts=rollouts,
-            sources=run.config.rewards,
-            reward_model=reward_model,
-        )
-        return Batch(rollouts, rewards)
+        job = scoring(run, rollouts=rollouts.ref, reward_model=reward_model)
+        return Batch(rollouts, score_rollouts(run, label=f"{label}-score_rollouts", job=job))
 
     batches = [scored(sampled.rollouts, label)]
     if rule is None:
@@ -112,15 +118,19 @@ def score_round(
         if len(batches) == most or selection.metrics["groups_selected"] == run.config.rounds.prompts_per_round:
             return RoundSampling(tuple(batches), tuple(selections))
         at, policy = f"{label}-refill-{len(batches)}", sampled.policy
-        more = _generate(run, label=at, round_index=round_index, data=data, policy=policy, batch=len(batches))
-        batches.append(scored(more, at))
+        job = _sampling(run, round_index=round_index, data=data, policy=policy, batch=len(batches))
+        batches.append(scored(_sample(run, job, label=at).rollouts, at))
 
 
-def _generate(run: Run, *, label: str, round_index: int, data: Outcome, policy: ArtifactRef, batch: int) -> Outcome:
+def scoring(run: Run, *, rollouts: ArtifactRef, reward_model: Outcome | None) -> ScoreRollouts:
+    """How a round's rollouts are scored."""
+    return rewards_job(run, rollouts=rollouts, sources=run.config.rewards, reward_model=reward_model)
+
+
+def _sampling(run: Run, *, round_index: int, data: Outcome, policy: ArtifactRef, batch: int = 0) -> GenerateRollouts:
     rounds = run.config.rounds
-    return generate_rollouts(
+    return rollouts_job(
         run,
-        label=f"{label}-generate_rollouts",
         data=data,
         policy=policy,
         purpose="training",
@@ -130,6 +140,10 @@ def _generate(run: Run, *, label: str, round_index: int, data: Outcome, policy: 
         round_index=round_index,
         batch=batch,
     )
+
+
+def _sample(run: Run, job: GenerateRollouts, *, label: str) -> Sampled:
+    return Sampled(generate_rollouts(run, label=f"{label}-generate_rollouts", job=job), job.inputs.policy)
 
 
 def _most_batches(run: Run, rule: DynamicSampling, data: Outcome) -> int:

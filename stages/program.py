@@ -32,6 +32,7 @@ from stages.artifacts.private import keep_files_private
 from stages.artifacts.room import room_for
 from stages.artifacts.seeds import seed_at
 from stages.job import Job
+from stages.rollout_shards import RolloutShard
 from stages.stacks import write_stacks_on_signal
 from stages.workers import PoolSpec, WorkerPool
 
@@ -45,7 +46,8 @@ class Context:
 
     out: the attempt's directory, where it writes. live: objects that stay in memory between jobs, keyed by the
     fingerprint of the state they hold. takes_turns: whether they must leave the device between jobs. rank, world_size:
-    of this process among those that run the job. tokens, wasted_tokens, flops: what models computed for it.
+    of this process among those that run the job. shard: the only one of its rollouts to work on, or None: all. tokens,
+    wasted_tokens, flops: what models computed for it.
     """
 
     out: Path
@@ -53,6 +55,7 @@ class Context:
     takes_turns: bool = False
     rank: int = 0
     world_size: int = 1
+    shard: RolloutShard | None = None
     report: Callable[[str, int, int], None] = lambda what, done, total: None
     tokens: int = 0
     wasted_tokens: int = 0
@@ -67,6 +70,16 @@ class Context:
         self.tokens += tokens
         self.wasted_tokens += wasted
         self.flops += flops
+
+    def take_count(self) -> Metrics:
+        """What was counted so far; from here on it is counted anew."""
+        taken = {"tokens": float(self.tokens), "wasted_tokens": float(self.wasted_tokens), "flops": self.flops}
+        self.tokens, self.wasted_tokens, self.flops = 0, 0, 0.0
+        return taken
+
+    def add_count(self, taken: Metrics) -> None:
+        """Count what take_count() gave, here or in an earlier attempt at the same job."""
+        self.count(int(taken["tokens"]), int(taken["wasted_tokens"]), taken["flops"])
 
     def work(self) -> Metrics:
         """What was counted, as metrics; nothing where no model computed."""
@@ -120,9 +133,9 @@ def execute(job: Job, context: Context) -> Metrics:
 def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
     """Serve jobs until the control pipe closes: a resident worker.
 
-    Control lines: {"job": path, "out": path}, or {"rest": true}: leave the device until the next job. Reply lines:
-    {"progress": [what, done, total]}, then one {"done": metrics, "limit": operations per second of this process's
-    device, 0 before it is measured} or {"error": kind, "message": text, ...}.
+    Control lines: {"job": path, "out": path}, with "shard" to do that of it and no more; or {"rest": true}: leave
+    the device until the next job. Reply lines: {"progress": [what, done, total]}, then one {"done": metrics, "limit":
+    operations per second of this process's device, 0 before it is measured} or {"error": kind, "message": text, ...}.
     """
     rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
     world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
@@ -152,6 +165,7 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
             takes_turns=takes_turns,
             rank=rank,
             world_size=world_size,
+            shard=RolloutShard.ordered(order["shard"]) if "shard" in order else None,
             report=lambda what, done, total: reply({"progress": [what, done, total]}),
         )
         try:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from stages.artifacts.errors import TransientError
 from stages.job import Job
+from stages.rollout_shards import RolloutShard
 from stages.rendezvous import Rendezvous
 from stages.shelter import sheltered
 from stages.stacks import Suspect, save_stacks
@@ -149,10 +150,12 @@ class WorkerPool:
         *,
         on_progress: OnProgress,
         all_ranks: bool = True,
+        shard: RolloutShard | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Run one job on every rank (or on rank 0 alone) and return its metrics. before: called once they are ready.
 
+        shard: the one of its rollouts that is to be worked on alone, and then without metrics.
         Trainer ranks work on one thing, so rank 0 speaks for them; engines do shares, so theirs are added up.
 
         Raises TransientError if a worker is lost, else what the stage or `before` raised.
@@ -168,8 +171,11 @@ class WorkerPool:
             workers = self._workers if all_ranks else self._workers[:1]
             before()
             self._at_rest = False
+            order: dict[str, Any] = {"job": str(job), "out": str(out)}
+            if shard is not None:
+                order["shard"] = shard.order()
             for worker in workers:
-                worker.send({"job": str(job), "out": str(out)})
+                worker.send(order)
             results = self._collect(workers, deadline=self.stall_seconds, until="done", on_progress=on_progress)
         except BaseException:
             self.kill()

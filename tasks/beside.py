@@ -58,6 +58,7 @@ def beside(run: Run, make: Callable[[Run], Made]) -> Iterator[Future[Made]]:
             yield made
         made.result()
         run.outcomes += side.outcomes
+        run.settled = time.monotonic()  # what the flow waited for is the cost of what was made beside it
     except BaseException as error:
         if not run.replay:  # where it has not begun, or is over
             goes_on = isinstance(error, DamagedArtifact)  # in this process, with the same workers

@@ -12,25 +12,24 @@ MAX_MISMATCH = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 @stage_task
-def compute_logprobs(
-    run: Run,
-    *,
-    round_index: int,
-    rollouts: Outcome,
-    sampled_by: ArtifactRef,
-    state: TrainerState,
-    ref_policy: ArtifactRef,
-) -> Outcome:
+def compute_logprobs(run: Run, *, label: str, job: ComputeLogprobs) -> Outcome:
     """Have the policy that sampled the round's rollouts, the reference and the critic look at them."""
+    return complete(run, job, label=label)
+
+
+def logprobs_job(
+    run: Run, *, rollouts: ArtifactRef, sampled_by: ArtifactRef, state: TrainerState, ref_policy: ArtifactRef
+) -> ComputeLogprobs:
+    """Who looks at a round's rollouts, which need not be there yet."""
     config = run.config
     asks_for_kl = config.algorithm.kl_coef > 0 or config.algorithm.kl_target is not None
     settings = UpdateSettings(model=config.model, algorithm=config.algorithm, trainer=config.resources.trainer)
-    job = ComputeLogprobs(
+    return ComputeLogprobs(
         store=run.store,
         seed=config.seed,
         compute=run.trainer(every_rank=True),
         inputs=Inputs(
-            rollouts=rollouts.ref,
+            rollouts=rollouts,
             state=state,
             ref_policy=ref_policy if asks_for_kl else None,
             sampled_by=None if sampled_by == state.policy else sampled_by,
@@ -41,4 +40,3 @@ def compute_logprobs(
             max_mismatch=MAX_MISMATCH[config.model.dtype],
         ),
     )
-    return complete(run, job, label=f"round-{round_index:03d}-compute_logprobs")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from stages.artifacts.reference import ArtifactRef
 from stages.evaluate_policy.job import EvaluatePolicy, Inputs, Parameters
-from tasks.generate_rollouts import generate_rollouts
+from tasks.generate_rollouts import generate_rollouts, rollouts_job
 from tasks.launch import complete, stage_task
 from tasks.run import Outcome, Run
-from tasks.score_rollouts import score_rollouts
+from tasks.score_rollouts import rewards_job, score_rollouts
 
 
 def evaluate(run: Run, *, policy: ArtifactRef, data: Outcome, reward_model: Outcome | None, moment: str) -> Outcome:
     """Measure `policy`. moment: "before" the rounds, or "after-NNN"."""
     evaluation = run.config.evaluation
-    rollouts = generate_rollouts(
+    sampling = rollouts_job(
         run,
-        label=f"{moment}-generate_rollouts",
         data=data,
         policy=policy,
         purpose="evaluation",
@@ -23,13 +22,9 @@ def evaluate(run: Run, *, policy: ArtifactRef, data: Outcome, reward_model: Outc
         num_prompts=evaluation.prompts,
         group_size=1,
     )
-    rewards = score_rollouts(
-        run,
-        label=f"{moment}-score_rollouts",
-        rollouts=rollouts,
-        sources=evaluation.rewards,
-        reward_model=reward_model,
-    )
+    rollouts = generate_rollouts(run, label=f"{moment}-generate_rollouts", job=sampling)
+    scoring = rewards_job(run, rollouts=rollouts.ref, sources=evaluation.rewards, reward_model=reward_model)
+    rewards = score_rollouts(run, label=f"{moment}-score_rollouts", job=scoring)
     return evaluate_policy(run, moment=moment, rollouts=rollouts, rewards=rewards)
 
 

@@ -11,10 +11,14 @@ from tasks.run import Outcome, Run
 
 
 @stage_task
-def generate_rollouts(
+def generate_rollouts(run: Run, *, label: str, job: GenerateRollouts) -> Outcome:
+    """Sample completions of a batch of prompts."""
+    return complete(run, job, label=label)
+
+
+def rollouts_job(
     run: Run,
     *,
-    label: str,
     data: Outcome,
     policy: ArtifactRef,
     purpose: Literal["training", "preferences", "evaluation"],
@@ -23,13 +27,13 @@ def generate_rollouts(
     group_size: int,
     round_index: int | None = None,
     batch: int = 0,
-) -> Outcome:
-    """Sample completions of a batch of prompts. Evaluation is greedy; the rest follows `sampling`.
+) -> GenerateRollouts:
+    """How a batch of prompts is sampled: evaluation is greedy; the rest follows `sampling`.
 
     batch: from 1 on, a refill of the round.
     """
     config = run.config
-    job = GenerateRollouts(
+    return GenerateRollouts(
         store=run.store,
         seed=config.seed,
         compute=run.generator(),
@@ -51,4 +55,3 @@ def generate_rollouts(
             generator=config.resources.generator,
         ),
     )
-    return complete(run, job, label=label)

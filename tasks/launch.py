@@ -121,9 +121,8 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
         store.require_parents(job.store, manifest)
     if manifest is None and run.replay:
         raise NotDone(label)
-    path = layout.run_job(run.directory, label)
-    if not run.replay and not _says(path, job.document()):
-        write_json(path, job.document())
+    if not run.replay:
+        job_file(run, job, label=label)
     made = _Made(manifest) if manifest is not None else None
     reused = made is not None
     if made is None:
@@ -136,6 +135,14 @@ def complete(run: Run, job: Job, *, label: str) -> Outcome:
     elif not run.replay:
         store.clear_attempts(job)
     return _finish(run, job.ref, made, label=label, reused=reused)
+
+
+def job_file(run: Run, job: Job, *, label: str) -> Path:
+    """Write down what a stage is asked for, unless it stands there already, and return where."""
+    path = layout.run_job(run.directory, label)
+    if not _says(path, job.document()):
+        write_json(path, job.document())
+    return path
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ def _finish(run: Run, ref: ArtifactRef, made: _Made, *, label: str, reused: bool
         start_seconds=made.start_seconds,
         work_seconds=made.work_seconds,
         commit_seconds=made.commit_seconds,
+        ahead_seconds=run.ahead_seconds.pop(label, 0.0),
         limit_flops=made.limit_flops,
         bytes=0 if reused else sum(entry.bytes for entry in manifest.files.values()),
     )

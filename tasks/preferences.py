@@ -8,10 +8,10 @@ from configs.sources import PolicySamplesSource
 from stages.artifacts.reference import ArtifactRef
 from stages.job import Compute
 from stages.label_preferences.job import Inputs, LabelPreferences, Parameters
-from tasks.generate_rollouts import generate_rollouts
+from tasks.generate_rollouts import generate_rollouts, rollouts_job
 from tasks.launch import complete, stage_task
 from tasks.run import Outcome, Run
-from tasks.score_rollouts import score_rollouts
+from tasks.score_rollouts import rewards_job, score_rollouts
 
 
 def sample_preferences(run: Run, *, source: PolicySamplesSource, data: Outcome, policy: Outcome) -> Outcome:
@@ -22,9 +22,8 @@ def sample_preferences(run: Run, *, source: PolicySamplesSource, data: Outcome, 
         ("held_out", source.held_out_prompts),
     )
     for split, prompts in parts:
-        rollouts = generate_rollouts(
+        sampling = rollouts_job(
             run,
-            label=f"preferences-{split}-generate_rollouts",
             data=data,
             policy=policy.ref,
             purpose="preferences",
@@ -32,9 +31,9 @@ def sample_preferences(run: Run, *, source: PolicySamplesSource, data: Outcome, 
             num_prompts=prompts,
             group_size=source.group_size,
         )
-        rewards = score_rollouts(
-            run, label=f"preferences-{split}-score_rollouts", rollouts=rollouts, sources=source.judge
-        )
+        rollouts = generate_rollouts(run, label=f"preferences-{split}-generate_rollouts", job=sampling)
+        judging = rewards_job(run, rollouts=rollouts.ref, sources=source.judge)
+        rewards = score_rollouts(run, label=f"preferences-{split}-score_rollouts", job=judging)
         judged |= {f"rollouts_{split}": rollouts.ref, f"rewards_{split}": rewards.ref}
     return label_preferences(run, source=source, inputs=Inputs.model_validate(judged))
 

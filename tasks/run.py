@@ -49,14 +49,16 @@ class Costs:
 
     start_seconds: until its workers were ready. work_seconds: in the stage itself. commit_seconds: hashing, flushing,
     signing and naming the artifact. The rest, waiting_seconds, is the orchestration's: Prefect, looking up what is
-    done, leases, the report, and attempts that were lost. bytes: of the artifact. limit_flops: operations per second
-    that the devices at work could do, measured; 0 where that is not known.
+    done, leases, the report, and attempts that were lost. ahead_seconds: before all that, while the stage's rollouts
+    were still being sampled. bytes: of the artifact. limit_flops: operations per second that the devices at work could
+    do, measured; 0 where that is not known.
     """
 
     seconds: float
     start_seconds: float = 0.0
     work_seconds: float = 0.0
     commit_seconds: float = 0.0
+    ahead_seconds: float = 0.0
     bytes: int = 0
     limit_flops: float = 0.0
 
@@ -100,8 +102,9 @@ class Run:
 
     replay: only look things up; meeting anything unfinished raises NotDone. take_over: take the run from an owner
     that holds it still, and so is stopped or out of reach. kept: finished stages that are taken as they are, by label,
-    whatever their recipe would be now. beside_it: what is made at the same time (tasks.beside). unwanted: set once
-    nobody waits any more for what this one makes.
+    whatever their recipe would be now. ahead_seconds: by label, how long stages were worked on before they began
+    (tasks.ahead). beside_it: what is made at the same time (tasks.beside). unwanted: set once nobody waits any more
+    for what this one makes.
     """
 
     def __init__(self, config: RunConfig, *, display: Display, replay: bool = False, take_over: bool = False) -> None:
@@ -113,6 +116,7 @@ class Run:
         self.directory = layout.run_directory(self.store, self.name)
         self.kept = kept_stages(self.directory)
         self.outcomes: list[Outcome] = []
+        self.ahead_seconds: dict[str, float] = {}
         self.started = self.settled = time.monotonic()
         self._pools: dict[PoolSpec, WorkerPool] = {}
         self._announced: dict[PoolSpec, float] = {}
@@ -199,6 +203,7 @@ class Run:
         return self._spec("trainer", self.trainer(every_rank=True))
 
     def _spec(self, kind: Literal["trainer", "generator"], compute: Compute, *, kv_cache_gib: int = 1) -> PoolSpec:
+        rounds = self.config.rounds
         return PoolSpec(
             kind=kind,
             device=compute.device,
@@ -207,7 +212,7 @@ class Run:
             gpus=compute.gpus,
             kv_cache_gib=kv_cache_gib,
             takes_turns=self.config.resources.take_turns,
-            works_beside=self.config.rounds.staleness > 0,
+            works_beside=rounds.staleness > 0 or rounds.shards > 1,
         )
 
     def make_room_for(self, spec: PoolSpec, *, on_progress: OnProgress) -> None:

@@ -148,7 +148,7 @@ METRICS = _schema(
 
 LEDGER = _schema(
     "ledger",
-    2,
+    3,
     [
         ("round_index", pa.int32(), "-1 before the rounds"),
         ("stage", pa.string(), "label of the stage within the run"),
@@ -157,6 +157,7 @@ LEDGER = _schema(
         ("start_seconds", pa.float64(), "until the stage's workers were ready"),
         ("work_seconds", pa.float64(), "in the stage itself"),
         ("commit_seconds", pa.float64(), "hashing, flushing, signing and naming the artifact"),
+        ("ahead_seconds", pa.float64(), "worked on before all that, while its rollouts were still sampled"),
         ("bytes", pa.int64(), "of the artifact"),
         ("tokens", pa.int64(), "sampled by a generator, or computed by a trainer's models"),
         ("padding_fraction", pa.float64(), "of the computed tokens"),

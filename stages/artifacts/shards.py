@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from stages.artifacts import durable
-from stages.artifacts.durable import digest_file, read_json, replace, sync_file, write_json
+from stages.artifacts.durable import replace, sync_file
 from stages.artifacts.errors import InputError
 from stages.artifacts.room import room_for
 
@@ -119,34 +119,3 @@ def same_keys(left: dict[Any, Any], right: dict[Any, Any], *, left_name: str, ri
     for key in sorted(left.keys() ^ right.keys()):
         here, there = (left_name, right_name) if key in left else (right_name, left_name)
         raise InputError(f"row {key} is in {here} but not in {there}; expected the same rows in both")
-
-
-def seal(path: Path) -> None:
-    """Mark a finished shard of an unfinished attempt, so that a later attempt may adopt it. By hand there is none.
-
-    The mark lies beside the attempt, never in it: once the artifact is committed, its manifest speaks.
-    """
-    if path.parent.name.isdigit():
-        write_json(_mark(path), {"sha256": digest_file(path), "bytes": path.stat().st_size})
-
-
-def adopt(path: Path, *, earlier: Sequence[Path]) -> bool:
-    """Take over a sealed, undamaged shard of the same name from an earlier attempt. True if there was one."""
-    for attempt in earlier:
-        old = attempt / path.name
-        mark = _mark(old)
-        if not (old.exists() and mark.exists()):
-            continue
-        try:
-            sealed = read_json(mark)
-        except ValueError:
-            continue
-        if sealed == {"sha256": digest_file(old), "bytes": old.stat().st_size}:
-            durable.link(old, path)
-            seal(path)
-            return True
-    return False
-
-
-def _mark(path: Path) -> Path:
-    return path.parent.with_name(f"{path.parent.name}.sealed") / f"{path.name}.json"

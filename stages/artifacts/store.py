@@ -42,6 +42,15 @@ def new_attempt(job: Job) -> Path:
     return path
 
 
+def newest_attempt(job: Job) -> Path | None:
+    """The unfinished try that is under way, or was."""
+    parent = layout.attempts(job.store, job.STAGE, job.fingerprint)
+    try:
+        return max(path for path in parent.iterdir() if path.name.isdigit())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def earlier_attempts(attempt: Path) -> list[Path]:
     """Unfinished tries of the same artifact, newest first: finished shards in them are adopted, not redone."""
     if not attempt.name.isdigit():

@@ -34,10 +34,12 @@ class Parameters(Frozen):
 
 
 class ComputeLogprobs(Job):
-    """Writes logprobs-00000.arrow. Gate: generator and trainer agree on every rollout of this round."""
+    """Writes logprobs-NNNNN.arrow, per file of rollouts and rank. Gate: generator and trainer agree on every rollout of
+    this round.
+    """
 
     STAGE: ClassVar[str] = "compute_logprobs"
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(
         {"parameters.settings.trainer.gpus", "parameters.settings.algorithm.critic.initialize_from"}
     )

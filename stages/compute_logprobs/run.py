@@ -8,39 +8,63 @@ from typing import Any
 
 import torch
 
-from stages.artifacts import layout, schemas
+from stages.artifacts import schemas
 from stages.artifacts.errors import GateError
 from stages.artifacts.reference import ArtifactRef
-from stages.artifacts.shards import read_rows, write_table
 from stages.artifacts.store import open_artifact
 from stages.compute_logprobs.job import ComputeLogprobs
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.models.language import TokenLogprobs, load_policy
 from stages.models.work import FORWARD
+from stages.rollout_shards import by_shard
 from stages.program import Context, Metrics
 from stages.recovery import resident_trainer
 from stages.trainer import Trainer
 
 Row = dict[str, Any]
 LogprobsOf = Callable[..., Any]
+_OLDER = "sampling_policy"
 
 
 def run(job: ComputeLogprobs, context: Context) -> Metrics:
-    """Write one logprobs file per rank."""
+    """Write one logprobs file per rank for each file of rollouts."""
     parameters = job.parameters
-    rows = read_rows(open_artifact(job.store, job.inputs.rollouts), "rollouts", schemas.ROLLOUTS)
-    rows.sort(key=lambda row: (row["prompt_id"], row["sample_index"]))
-    sampled_by = job.inputs.sampled_by or job.inputs.state.policy
-    _require_version(rows, sampled_by.fingerprint)
     trainer = resident_trainer(job, parameters.settings, job.inputs.state, context)
     reference = _reference(job, trainer, context)
-    policy: LogprobsOf = trainer.policy
-    if sampled_by != job.inputs.state.policy:
-        policy = reference if reference and sampled_by == job.inputs.ref_policy else _frozen(job, sampled_by, trainer)
-    results = _forward(rows, trainer, policy, reference, parameters.temperature, context)
-    results.sort(key=lambda result: (result["prompt_id"], result["sample_index"]))
-    write_table(layout.shard(context.out, "logprobs", context.rank), results, schemas.LOGPROBS)
+    policy = _sampling_policy(job, trainer, reference, context)
+    sampled_by = job.inputs.sampled_by or job.inputs.state.policy
+
+    def look(rows: list[Row]) -> list[Row]:
+        _require_version(rows, sampled_by.fingerprint)
+        results = _forward(rows, trainer, policy, reference, parameters.temperature, context)
+        return sorted(results, key=lambda result: (result["prompt_id"], result["sample_index"]))
+
+    rows: list[Row] = []
+    results: list[Row] = []
+    rollouts = job.inputs.rollouts
+    for read, made in by_shard(job, rollouts, context, kind="logprobs", schema=schemas.LOGPROBS, make=look):
+        rows += read
+        results += made
+    if context.shard is not None:
+        return {}
+    context.live.pop(_OLDER, None)
     return _gate(rows, results, job, context)
+
+
+def _sampling_policy(
+    job: ComputeLogprobs, trainer: Trainer, reference: TokenLogprobs | None, context: Context
+) -> LogprobsOf:
+    """The policy that the rollouts are from: the trainer's own, or an older one, which is let go at the job's end."""
+    sampled_by = job.inputs.sampled_by
+    if sampled_by is None or sampled_by == job.inputs.state.policy:
+        return trainer.policy
+    if reference is not None and sampled_by == job.inputs.ref_policy:
+        return reference
+    held: tuple[str, TokenLogprobs] | None = context.live.get(_OLDER)
+    if held is None or held[0] != sampled_by.fingerprint:
+        context.live.pop(_OLDER, None)
+        held = context.live[_OLDER] = (sampled_by.fingerprint, _frozen(job, sampled_by, trainer))
+    return held[1]
 
 
 def _require_version(rows: list[Row], expected: str) -> None:

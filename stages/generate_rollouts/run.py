@@ -11,8 +11,9 @@ from transformers import AutoTokenizer
 from stages.artifacts import layout, schemas
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import InputError
+from stages.artifacts.seals import adopt, seal
 from stages.artifacts.seeds import seed_at
-from stages.artifacts.shards import adopt, read_table, read_tables, seal, write_table
+from stages.artifacts.shards import read_table, read_tables, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts

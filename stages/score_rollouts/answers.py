@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stages.artifacts.durable import canonical_json, digest_bytes, read_json, remove, write_json
-from stages.artifacts.shards import adopt, seal
+from stages.artifacts.seals import adopt, seal
 from stages.artifacts.store import earlier_attempts
 
 

@@ -29,10 +29,10 @@ class Parameters(Frozen):
 
 
 class ScoreRollouts(Job):
-    """Writes rewards-00000.arrow: a row per rollout and source, and one per rollout named `total`."""
+    """Writes rewards-NNNNN.arrow, per file of rollouts: a row per rollout and source, and one named `total`."""
 
     STAGE: ClassVar[str] = "score_rollouts"
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     EXCLUDED: ClassVar[frozenset[str]] = frozenset(f"parameters.sources.*.{name}" for name in SETTINGS_OF_ASKING)
     inputs: Inputs
     parameters: Parameters

@@ -1,4 +1,4 @@
-"""Rollouts and reward sources -> rewards-00000.arrow. Rules are run here, the reward model through stages.models, and
+"""Rollouts and reward sources -> rewards-NNNNN.arrow. Rules are run here, the reward model through stages.models, and
 servers are asked through stages.rewards.http.
 """
 
@@ -11,12 +11,11 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from configs.rewards import HttpSource, RewardModelSource
-from stages.artifacts import layout
 from stages.artifacts.durable import read_json
 from stages.artifacts.errors import GateError, InputError
-from stages.artifacts.schemas import REWARDS, ROLLOUTS
-from stages.artifacts.shards import by_key, read_rows, write_table
+from stages.artifacts.schemas import REWARDS
 from stages.artifacts.store import open_artifact
+from stages.rollout_shards import by_shard
 from stages.program import Context
 from stages.rewards.http import http_rewards
 from stages.rewards.options import validate_options
@@ -24,9 +23,8 @@ from stages.rewards.sources import rule_rewards
 from stages.score_rollouts.answers import AnswersOfAttempt
 from stages.score_rollouts.job import ScoreRollouts
 
+Row = dict[str, Any]
 TOTAL = "total"
-
-_COLUMNS = ("prompt_id", "sample_index", "prompt_ids", "completion_ids", "prompt", "completion", "answer")
 
 
 def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
@@ -36,15 +34,33 @@ def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
     """
     if context.rank != 0:
         return {}
-    directory = open_artifact(job.store, job.inputs.rollouts)
-    keyed = by_key(read_rows(directory, "rollouts", ROLLOUTS, columns=_COLUMNS), where=str(directory))
-    rollouts = [keyed[key] for key in sorted(keyed)]
-    if not rollouts:
-        raise GateError(f"{directory}: expected rollouts to score, found none")
     sources = job.parameters.sources
     for source in sources:
         validate_options(source)
     answers = {s.name: AnswersOfAttempt(context.out, source=s.name) for s in sources if isinstance(s, HttpSource)}
+    values: dict[str, list[float]] = {name: [] for name in (*(source.name for source in sources), TOTAL)}
+
+    def score(rollouts: list[Row]) -> list[Row]:
+        return _reward_rows(rollouts, _rewards(rollouts, job=job, answers=answers, context=context))
+
+    rollouts = job.inputs.rollouts
+    for _, rows in by_shard(job, rollouts, context, kind="rewards", schema=REWARDS, make=score):
+        for row in rows:
+            values[row["source"]].append(row["reward"])
+        for kept in answers.values():
+            kept.clear()
+    if context.shard is not None:
+        return {}
+    return {f"{name}_mean": fmean(found) for name, found in values.items()} | {
+        f"{name}_std": pstdev(found) for name, found in values.items()
+    }
+
+
+def _rewards(
+    rollouts: list[Row], *, job: ScoreRollouts, answers: dict[str, AnswersOfAttempt], context: Context
+) -> dict[str, list[float]]:
+    """Of each rollout by every source and in total."""
+    sources = job.parameters.sources
     rewards: dict[str, list[float]] = {}
     for done, source in enumerate(sources):
         context.progress("sources", done, len(sources))
@@ -60,17 +76,20 @@ def run(job: ScoreRollouts, context: Context) -> dict[str, float]:
         _float32(math.fsum(source.weight * rewards[source.name][i] for source in sources)) for i in range(len(rollouts))
     ]
     _refuse_infinite(rewards, rollouts)
-    rows = [
-        {"prompt_id": prompt_id, "sample_index": sample_index, "source": source, "reward": values[i]}
-        for i, (prompt_id, sample_index) in enumerate(sorted(keyed))
-        for source, values in rewards.items()
+    return rewards
+
+
+def _reward_rows(rollouts: list[Row], rewards: dict[str, list[float]]) -> list[Row]:
+    return [
+        {
+            "prompt_id": rollout["prompt_id"],
+            "sample_index": rollout["sample_index"],
+            "source": source,
+            "reward": found[i],
+        }
+        for i, rollout in enumerate(rollouts)
+        for source, found in rewards.items()
     ]
-    write_table(layout.shard(context.out, "rewards", 0), rows, REWARDS)
-    for kept in answers.values():
-        kept.clear()
-    return {f"{name}_mean": fmean(values) for name, values in rewards.items()} | {
-        f"{name}_std": pstdev(values) for name, values in rewards.items()
-    }
 
 
 def _score_by_model(

@@ -16,7 +16,7 @@ from stages.artifacts.durable import write_json
 from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.schemas import REWARDS
-from stages.artifacts.shards import read_rows
+from stages.artifacts.shards import read_rows, read_table
 from stages.program import Context
 from stages.rewards.code import code_digest
 from stages.score_rollouts.job import Inputs, Parameters, ScoreRollouts
@@ -88,7 +88,11 @@ def test_each_source_and_the_weighted_total(tmp_path: Path) -> None:
         ("b", 0, "place"): 1.0,
         ("b", 0, "total"): 1.5,
     }
-    assert list(rewards_of(directory)) == sorted(rewards_of(directory))  # canonical order, total last
+    files = [read_table(path, REWARDS).to_pylist() for path in sorted(directory.glob("rewards-*.arrow"))]
+    assert len(files) == 2  # as many as there are of rollouts
+    for rows in files:
+        keys = [(row["prompt_id"], row["sample_index"], row["source"]) for row in rows]
+        assert keys == sorted(keys)  # canonical order, total last
     assert metrics["total_mean"] == 1.0 and metrics["exact_match_mean"] == pytest.approx(2 / 3)
     assert metrics["exact_match_std"] == pytest.approx(math.sqrt(2 / 9))
 
@@ -130,7 +134,7 @@ def test_a_nan_is_refused_with_the_rollouts_name_and_nothing_is_committed(
 
 def test_a_total_beyond_float32_is_refused(tmp_path: Path) -> None:
     heavy = VerifierSource(verifier="exact_match", name="heavy", weight=1e39)
-    message = "reward source 'total': expected finite rewards, found inf for prompt_id a, sample_index 1"
+    message = "reward source 'total': expected finite rewards, found inf for prompt_id b, sample_index 0"
     with pytest.raises(GateError, match=message):
         run_stage(run, job(tmp_path, heavy))
 
@@ -200,7 +204,7 @@ def test_what_the_job_lacks_is_named(tmp_path: Path) -> None:
         run_stage(run, job(tmp_path, VerifierSource(verifier="exact_match", options={"strict": True})))
     with pytest.raises(InputError, match=r"row \('a', 0\) occurs twice"):
         run_stage(run, job(tmp_path, EXACT, rows=[rollout("a", 0), rollout("a", 0)]))
-    with pytest.raises(GateError, match="expected rollouts to score, found none"):
+    with pytest.raises(GateError, match="expected rollouts, found none"):
         run_stage(run, job(tmp_path, EXACT, rows=[]))
 
 

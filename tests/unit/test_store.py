@@ -15,7 +15,7 @@ from stages.artifacts.errors import DamagedArtifact, GateError, LeaseHeld, Relea
 from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import Manifest
 from stages.artifacts.reference import ArtifactRef
-from stages.artifacts.shards import adopt, seal
+from stages.artifacts.seals import adopt, seal
 from tests.unit.toys import Toy, committed
 
 

@@ -83,6 +83,13 @@ def execute(words, context):
             raise RatchetError("something else")
         case "bug":
             raise KeyError("oops")
+        case path if path.endswith(".json"):  # of a run: what it does is in its name
+            with (context.out / "shards").open("a") as file:
+                file.write(f"{context.shard.index} {context.shard.sha256} {context.shard.places[0].name}\\n")
+            if context.shard.index == 1 and path.endswith("lost.json"):
+                os._exit(3)
+            if context.shard.index == 1 and path.endswith("refused.json"):
+                raise GateError("not finite")
     return {}
 
 program.write_stacks_on_signal(Path(sys.argv[2]))
