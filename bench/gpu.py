@@ -1,8 +1,8 @@
 """`python -m bench.gpu --shape 1.5b`: rounds of the stages alone, with random weights of a known shape, on one GPU.
 
 No Prefect and no flow: jobs go to resident workers, artifacts are committed, as a task does it. Generator and trainer
-take turns on the device. Generation is held against a roofline made of what the same device does in the same minutes:
-bytes per second of a copy and operations per second of matrix products; training against those products.
+take turns on the device. Each is held against what the same process reached after its first job: generation against
+bytes per second of a copy and operations per second of matrix products, training against those products.
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ from typing import Any
 
 from bench.gpu_rounds import SEED, SHAPES, make_rounds
 from bench.machine import machine
-from bench.result import median, ratio, shown, write_result
-from bench.roofline import Limits, decode_roofline_seconds
+from bench.result import median, shown, write_result
 from bench.stages_alone import House
-from configs.models import FromScratch
-from stages.artifacts.reference import ArtifactRef
-from stages.artifacts.schemas import ROLLOUTS
-from stages.artifacts.shards import read_tables
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+from stages.limits import Limits
 
 
 @dataclass
@@ -75,7 +69,7 @@ def main() -> int:
             make_rounds(house, shape, asked)
     finally:
         house.close()
-    figures = _figures(house, shape, asked, limits)
+    figures = _figures(house, asked)
     write_result(
         asked.out or Path(f"bench/results/gpu_{asked.shape}.json"),
         began=began,
@@ -128,25 +122,14 @@ def _limits(device: str, dtype: str) -> Limits:
     return Limits(bytes_per_second=float(found[-2]), flops_per_second=float(found[-1]))
 
 
-def _figures(house: House, shape: FromScratch, asked: argparse.Namespace, limits: Limits) -> dict[str, Any]:
+def _figures(house: House, asked: argparse.Namespace) -> dict[str, Any]:
     """Medians over the rounds after the first."""
     measured = [row for row in house.rows if row["round_index"] >= 1]
     seconds = {
         stage: [row["work_seconds"] for row in measured if row["stage"] == stage]
         for stage in dict.fromkeys(row["stage"] for row in measured)
     }
-    shares, rates = [], []
-    for row in measured:
-        if row["stage"] == "generate_rollouts":
-            roofline = decode_roofline_seconds(
-                shape,
-                _lengths(house, row["round_index"]),
-                concurrent=asked.concurrent,
-                dtype_bytes=_DTYPE_BYTES[asked.dtype],
-                limits=limits,
-            )
-            shares.append(roofline / row["work_seconds"])
-            rates.append(row["tokens"] / row["work_seconds"])
+    sampled = [row for row in measured if row["stage"] == "generate_rollouts"]
     updates = [row for row in measured if row["stage"] == "update_policy"]
     return {
         "rounds_measured": asked.rounds - 1,
@@ -155,22 +138,11 @@ def _figures(house: House, shape: FromScratch, asked: argparse.Namespace, limits
             kind: median([row["rest_seconds"] for row in measured if row["stage"] == stage])
             for kind, stage in (("trainer", "generate_rollouts"), ("generator", "score_rollouts"))
         },
-        "generated_tokens_per_second": median(rates),
-        "decode_share_of_roofline": median(shares),
+        "generated_tokens_per_second": median([row["tokens"] / row["work_seconds"] for row in sampled]),
+        "decode_share_of_roofline": median([row["least_seconds"] / row["work_seconds"] for row in sampled]),
         "update_flops_per_second": median([row["model_flops"] / row["work_seconds"] for row in updates]),
-        "update_mfu": ratio(
-            median([row["model_flops"] / row["work_seconds"] for row in updates]), limits.flops_per_second
-        ),
+        "update_mfu": median([row["least_seconds"] / row["work_seconds"] for row in updates]),
     }
-
-
-def _lengths(house: House, round_index: int) -> list[tuple[int, int]]:
-    """Prompt and completion tokens of each rollout of a round."""
-    (path,) = (house.store / "runs" / "gpu" / "jobs").glob(f"{round_index}-generate_rollouts-*.json")
-    ref = ArtifactRef(stage="generate_rollouts", fingerprint=path.stem.rpartition("-")[2])
-    columns = ("prompt_ids", "completion_ids")
-    table = read_tables(ref.path(house.store), "rollouts", ROLLOUTS, columns=columns)
-    return [(len(row["prompt_ids"]), len(row["completion_ids"])) for row in table.to_pylist()]
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ class House:
             "commit_seconds": time.monotonic() - worked,
             "tokens": metrics.get("generated_tokens", metrics.get("computed_tokens", 0.0)),
             "model_flops": metrics.get("model_flops", 0.0),
+            "least_seconds": pool.least_seconds,
         }
         self.rows.append(row)
         print(

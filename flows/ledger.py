@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ class Ledger:
         self._costs.write()
         self._metrics.write()
 
+    def of_round(self, round_index: int) -> dict[str, float]:
+        """What the stages of a round cost in this start, by `cost/<stage>/<column>`."""
+        recent = takewhile(lambda row: row["round_index"] >= round_index - 1, reversed(self.rows))
+        return {
+            f"cost/{_kind(row['stage'])}/{name}": float(value)
+            for row in recent
+            if row["round_index"] == round_index
+            for name, value in row.items()
+            if name not in ("round_index", "stage")
+        }
+
 
 def _whole_rows(directory: Path) -> list[Row]:
     """The rows of an earlier start. None where a file is damaged or none is there: no result depends on wall times."""
@@ -131,14 +143,15 @@ def cost_row(outcome: Outcome) -> Row:
         "tokens": int(tokens),
         "padding_fraction": metrics.get("padding_fraction", 0.0),
         "model_flops": operations,
-        "limit_flops": costs.limit_flops,
+        "least_seconds": costs.least_seconds,
     }
 
 
 def summary_table(rows: Sequence[Row]) -> list[str]:
     """Where the time went, by kind of stage, the dearest first, as a person reads it. Nothing where nothing ran.
 
-    of limit: operations per second as a share of the most that matrix products alone reach on the same devices.
+    of limit: the least time in which the devices could have done it, by what they copy and multiply per second, as a
+    share of the time that it took, where that least time is known.
     """
     kinds: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -146,7 +159,6 @@ def summary_table(rows: Sequence[Row]) -> list[str]:
             kinds[_kind(row["stage"])].append(row)
     if not kinds:
         return []
-    limit = max(row["limit_flops"] for row in rows)
     lines = [_line(_NAMES)]
     for kind, group in sorted(kinds.items(), key=lambda item: -sum(row["seconds"] for row in item[1])):
         total = {name: sum(row[name] for row in group) for name in group[0] if name != "stage"}
@@ -155,7 +167,9 @@ def summary_table(rows: Sequence[Row]) -> list[str]:
         rates = [total["tokens"] / worked, total["model_flops"] / worked / 1e9]
         shown = [f"{span:.2f}" for span in spans] + [f"{rates[0]:.0f}", f"{rates[1]:.1f}"]
         shown[-2:] = [cell if rate else "-" for cell, rate in zip(shown[-2:], rates, strict=True)]
-        shown.append(f"{rates[1] * 1e9 / limit:.0%}" if rates[1] and limit else "-")
+        known = [row for row in group if row["least_seconds"]]
+        spent = sum(row["work_seconds"] + row["ahead_seconds"] for row in known)
+        shown.append(f"{sum(row['least_seconds'] for row in known) / spent:.0%}" if known else "-")
         lines.append(_line((kind, str(len(group)), *shown)))
     return lines
 

@@ -60,7 +60,8 @@ class Report:
         if not self.run.replay:
             self._ledger.write()
             self._link_policies()
-            self._try("wandb", lambda: self._tracker.log(result.round_index, self.rows[-1]))
+            figures = self.rows[-1] | self._ledger.of_round(result.round_index)
+            self._try("wandb", lambda: self._tracker.log(result.round_index, figures))
             self._try("Prefect artifacts", lambda: self._view.add_round(result, self._shown()))
 
     def finish(self, *, policy: Outcome, reward_model: Outcome | None) -> None:

@@ -1,29 +1,53 @@
-"""What a worker's device can do at most, measured: what a stage's floating-point operations are held against."""
+"""What a worker's device can do at most, measured: what a stage's work is held against."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 _BURSTS = 8
 _BURST_SECONDS = 0.02
+_COPIED_BYTES = {"cuda": 512 << 20, "cpu": 128 << 20}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device does, measured: bytes per second copied (read and written), operations per second."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
+    """The best of short bursts, half a second in all: others may be at work on the machine at the same time."""
+    return Limits(copied_bytes_per_second(device), matmul_flops_per_second(device, dtype))
 
 
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of square matrix products, the best of short bursts, 0.2 s in all.
-
-    The largest burst counts: others may be at work on the machine at the same time.
-    """
+    """Floating-point operations per second of square matrix products."""
     size = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 * _most_per_second(device, lambda: torch.mm(left, right))
+
+
+def copied_bytes_per_second(device: torch.device) -> float:
+    """Bytes read and written per second by copying a tensor that is larger than any cache."""
+    source = torch.ones(_COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.numel() * source.element_size() * _most_per_second(device, lambda: target.copy_(source))
+
+
+def _most_per_second(device: torch.device, operation: Callable[[], object]) -> float:
     best = 0.0
     for _ in range(_BURSTS):
         done, started = 0, time.perf_counter()
         while (seconds := time.perf_counter() - started) < _BURST_SECONDS:
-            torch.mm(left, right)
+            operation()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             done += 1
-        best = max(best, done * 2.0 * size**3 / seconds)
+        best = max(best, done / seconds)
     return best

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from pydantic import ValidationError
 
@@ -35,6 +35,10 @@ from stages.job import Job
 from stages.rollout_shards import RolloutShard
 from stages.stacks import write_stacks_on_signal
 from stages.workers import PoolSpec, WorkerPool
+
+if TYPE_CHECKING:
+    from stages.decoding import Decoding
+    from stages.limits import Limits
 
 Metrics = dict[str, float]
 _STAGES = Path(__file__).resolve().parent
@@ -60,6 +64,7 @@ class Context:
     tokens: int = 0
     wasted_tokens: int = 0
     flops: float = 0.0
+    decoding: Decoding | None = None
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Say that `done` of `total` units of work are finished: what the watchdog and the person both watch."""
@@ -80,6 +85,11 @@ class Context:
     def add_count(self, taken: Metrics) -> None:
         """Count what take_count() gave, here or in an earlier attempt at the same job."""
         self.count(int(taken["tokens"]), int(taken["wasted_tokens"]), taken["flops"])
+
+    def least_seconds(self, limits: Limits, *, ranks: int) -> float:
+        """The least time in which as many devices with these limits could have done what this one knows of."""
+        decoded = self.decoding.least_seconds(limits) if self.decoding is not None else 0.0
+        return decoded + self.flops / (limits.flops_per_second * ranks)
 
     def work(self) -> Metrics:
         """What was counted, as metrics; nothing where no model computed."""
@@ -133,15 +143,16 @@ def execute(job: Job, context: Context) -> Metrics:
 def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
     """Serve jobs until the control pipe closes: a resident worker.
 
-    Control lines: {"job": path, "out": path}, with "shard" to do that of it and no more; or {"rest": true}: leave
-    the device until the next job. Reply lines: {"progress": [what, done, total]}, then one {"done": metrics, "limit":
-    operations per second of this process's device, 0 before it is measured} or {"error": kind, "message": text, ...}.
+    Control lines: {"job": path, "out": path}, with "shard" to do that of it and no more; or {"rest": true}: leave the
+    device until the next job. Reply lines: {"progress": [what, done, total]}, then one {"done": metrics, "least":
+    seconds that the work takes at least by the device's measured limits, 0 before they are measured} or {"error": kind,
+    "message": text, ...}.
     """
     rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
     world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
     live: dict[Any, Any] = {}
     at_rest = False
-    limit = 0.0
+    limits: Limits | None = None
 
     def reply(message: dict[str, Any]) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -175,9 +186,10 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
             with room_for(context.out):
                 job = load_job(Path(order["job"]))
                 metrics = execute(job, context)
-            reply({"done": metrics, "limit": limit})
-            if context.flops and not limit:
-                limit = _limit(job)
+            least = context.least_seconds(limits, ranks=job.compute.ranks) if limits is not None else 0.0
+            reply({"done": metrics, "least": least})
+            if limits is None and (context.flops or context.decoding is not None):
+                limits = _limits(job)
         except DamagedArtifact as error:
             artifact = [error.stage, error.fingerprint]
             reply({"error": error.kind, "message": redact(str(error)), "artifact": artifact})
@@ -189,21 +201,21 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
             break
 
 
-def _limit(job: Job) -> float:
-    """Operations per second that this process's device can do: float32 on CPU, bfloat16 on a GPU; 0 if it is full.
+def _limits(job: Job) -> Limits | None:
+    """What this process's device can do: products in float32 on CPU, in bfloat16 on a GPU. None if it is full.
 
     Measured without a seed of the job's: the next job sets its own.
     """
     import torch
 
-    from stages.limits import matmul_flops_per_second
+    from stages.limits import limits_of
 
     on_gpu = job.compute.device == "cuda"
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
     try:
-        return matmul_flops_per_second(device, dtype)
+        return limits_of(device, dtype)
     except torch.OutOfMemoryError:  # what a figure of the ledger costs must never be a job
-        return 0.0
+        return None
 
 
 def main(stage: str) -> None:

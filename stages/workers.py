@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from stages.artifacts.errors import TransientError
 from stages.job import Job
-from stages.rollout_shards import RolloutShard
 from stages.rendezvous import Rendezvous
+from stages.rollout_shards import RolloutShard
 from stages.shelter import sheltered
 from stages.stacks import Suspect, save_stacks
 from stages.worker import WorkerProcess, reported_error
@@ -98,7 +98,7 @@ class WorkerPool:
         self.stall_seconds = stall_seconds
         self.start_seconds = 0.0
         self.waited_seconds = 0.0
-        self.limit_flops = 0.0
+        self.least_seconds = 0.0
         self._workers: list[WorkerProcess] = []
         self._rendezvous: Rendezvous | None = None
         self._started = 0.0
@@ -180,7 +180,7 @@ class WorkerPool:
         except BaseException:
             self.kill()
             raise
-        self.limit_flops = sum(result.get("limit", 0.0) for result in results)
+        self.least_seconds = max(result.get("least", 0.0) for result in results)
         shares = [result["done"] for result in results]
         if self.spec.kind == "generator":
             return {name: sum(share[name] for share in shares) for name in shares[0]}

@@ -153,7 +153,7 @@ class _Made:
     start_seconds: float = 0.0
     work_seconds: float = 0.0
     commit_seconds: float = 0.0
-    limit_flops: float = 0.0
+    least_seconds: float = 0.0
 
 
 def _finish(run: Run, ref: ArtifactRef, made: _Made, *, label: str, reused: bool) -> Outcome:
@@ -164,7 +164,7 @@ def _finish(run: Run, ref: ArtifactRef, made: _Made, *, label: str, reused: bool
         work_seconds=made.work_seconds,
         commit_seconds=made.commit_seconds,
         ahead_seconds=run.ahead_seconds.pop(label, 0.0),
-        limit_flops=made.limit_flops,
+        least_seconds=made.least_seconds,
         bytes=0 if reused else sum(entry.bytes for entry in manifest.files.values()),
     )
     run.settled = now
@@ -220,7 +220,7 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> _Made:
         start_seconds=pool.waited_seconds,
         work_seconds=ended - started - pool.waited_seconds,
         commit_seconds=time.monotonic() - ended,
-        limit_flops=pool.limit_flops,
+        least_seconds=pool.least_seconds,
     )
 
 

@@ -50,8 +50,8 @@ class Costs:
     start_seconds: until its workers were ready. work_seconds: in the stage itself. commit_seconds: hashing, flushing,
     signing and naming the artifact. The rest, waiting_seconds, is the orchestration's: Prefect, looking up what is
     done, leases, the report, and attempts that were lost. ahead_seconds: before all that, while the stage's rollouts
-    were still being sampled. bytes: of the artifact. limit_flops: operations per second that the devices at work could
-    do, measured; 0 where that is not known.
+    were still being sampled. bytes: of the artifact. least_seconds: in which the stage's devices could have done
+    its work, by their measured limits; 0 where these are not known.
     """
 
     seconds: float
@@ -60,7 +60,7 @@ class Costs:
     commit_seconds: float = 0.0
     ahead_seconds: float = 0.0
     bytes: int = 0
-    limit_flops: float = 0.0
+    least_seconds: float = 0.0
 
     @property
     def waiting_seconds(self) -> float:

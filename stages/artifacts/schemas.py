@@ -162,7 +162,7 @@ LEDGER = _schema(
         ("tokens", pa.int64(), "sampled by a generator, or computed by a trainer's models"),
         ("padding_fraction", pa.float64(), "of the computed tokens"),
         ("model_flops", pa.float64(), "floating-point operations of the models' forward and backward passes"),
-        ("limit_flops", pa.float64(), "the devices' matrix products per second, measured, in operations; 0 if unknown"),
+        ("least_seconds", pa.float64(), "the least work_seconds that the devices' measured limits allow; 0 if unknown"),
     ],
 )
 """What each stage of a run cost, in the start that made it; zeros where an artifact of another run was used."""

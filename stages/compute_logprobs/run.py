@@ -16,9 +16,9 @@ from stages.compute_logprobs.job import ComputeLogprobs
 from stages.engines.deepspeed_engine import sum_over_ranks
 from stages.models.language import TokenLogprobs, load_policy
 from stages.models.work import FORWARD
-from stages.rollout_shards import by_shard
 from stages.program import Context, Metrics
 from stages.recovery import resident_trainer
+from stages.rollout_shards import by_shard
 from stages.trainer import Trainer
 
 Row = dict[str, Any]

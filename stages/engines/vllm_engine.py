@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from configs.resources import GeneratorResources
 from stages.artifacts.errors import GateError
+from stages.decoding import kv_bytes_per_token
 
 _PROGRESS_SECONDS = 0.5
 _BLOCK_TOKENS = 32
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -235,10 +234,7 @@ def _blocks(policy: Path, dtype: str, max_model_tokens: int, resources: Generato
     """
     if current_platform.device_type != "cpu":
         return None
-    config = AutoConfig.from_pretrained(policy, trust_remote_code=False)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * heads * width * _DTYPE_BYTES[dtype]
+    per_token = kv_bytes_per_token(policy, dtype)
     needed = resources.max_concurrent * math.ceil(max_model_tokens / _BLOCK_TOKENS) + 1  # vLLM keeps one for itself
     return needed if needed * _BLOCK_TOKENS * per_token < resources.kv_cache_gib << 30 else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from stages.artifacts.seals import adopt, seal
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import read_table, read_tables, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
+from stages.decoding import DTYPE_BYTES, Decoding, kv_bytes_per_token, weights_read
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts
 from stages.generate_rollouts.prompts import batch_indices
@@ -48,9 +49,25 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
             for _ in _generate(job, context, engine, tokenizer, turn):
                 done += 1
                 context.progress("rollout shards", done, len(missing))
+        context.decoding = _decoding(job, [layout.shard(context.out, "rollouts", index) for index in missing])
     prompts_done = sum(len(shards[index]) for index in mine)
     tokens = sum(_tokens(layout.shard(context.out, "rollouts", index)) for index in mine)
     return {"prompts": float(prompts_done), "generated_tokens": float(tokens)}
+
+
+def _decoding(job: GenerateRollouts, shards: Sequence[Path]) -> Decoding:
+    """What this engine has decoded."""
+    columns = ("prompt_ids", "completion_ids")
+    rows = [row for path in shards for row in read_table(path, schemas.ROLLOUTS, columns=columns).to_pylist()]
+    policy, parameters = open_artifact(job.store, job.inputs.policy) / "policy", job.parameters
+    devices = parameters.generator.tensor_parallel
+    return Decoding(
+        lengths=[(len(row["prompt_ids"]), len(row["completion_ids"])) for row in rows],
+        concurrent=parameters.generator.max_concurrent,
+        weights=weights_read(policy) // devices,
+        kv_bytes=kv_bytes_per_token(policy, parameters.dtype) // devices,
+        dtype_bytes=DTYPE_BYTES[parameters.dtype],
+    )
 
 
 def _tokens(shard: Path) -> int:

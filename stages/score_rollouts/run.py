@@ -15,11 +15,11 @@ from stages.artifacts.durable import read_json
 from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.schemas import REWARDS
 from stages.artifacts.store import open_artifact
-from stages.rollout_shards import by_shard
 from stages.program import Context
 from stages.rewards.http import http_rewards
 from stages.rewards.options import validate_options
 from stages.rewards.sources import rule_rewards
+from stages.rollout_shards import by_shard
 from stages.score_rollouts.answers import AnswersOfAttempt
 from stages.score_rollouts.job import ScoreRollouts
 

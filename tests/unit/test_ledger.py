@@ -23,11 +23,12 @@ def run_in(tmp_path: Path) -> Run:
 
 
 def outcome(tmp_path: Path, label: str, *, reused: bool = False, **metrics: float) -> Outcome:
-    """Ten seconds, of which the stage worked for six."""
+    """Ten seconds, of which the stage worked for six; where a model is at work, it was for two before that."""
+    spans = {"ahead_seconds": 2.0, "least_seconds": 2.0} if "model_flops" in metrics else {}
     costs = (
         Costs(seconds=0.5)
         if reused
-        else Costs(10.0, start_seconds=2.0, work_seconds=6.0, commit_seconds=0.5, bytes=7, limit_flops=4e9)
+        else Costs(10.0, start_seconds=2.0, work_seconds=6.0, commit_seconds=0.5, bytes=7, **spans)
     )
     ref = ArtifactRef(stage=label.rpartition("-")[2], fingerprint="0" * 32)
     path = tmp_path / "artifact"
@@ -145,13 +146,27 @@ def test_the_table_adds_rounds_up_and_puts_the_dearest_first(tmp_path: Path) -> 
         "start",
         "work",
         "commit",
+        "ahead",
         "tokens/s",
         "GFLOP/s",
         "of",
         "limit",
     ]
     assert [line.split() for line in lines] == [
-        ["round-update_policy", "2", "20.00", "3.00", "4.00", "12.00", "1.00", "100", "1.0", "25%"],
-        ["round-estimate_advantages", "1", "10.00", "1.50", "2.00", "6.00", "0.50", "-", "-", "-"],
+        ["round-update_policy", "2", "20.00", "3.00", "4.00", "12.00", "1.00", "4.00", "75", "0.8", "25%"],
+        ["round-estimate_advantages", "1", "10.00", "1.50", "2.00", "6.00", "0.50", "0.00", "-", "-", "-"],
     ]
     assert summary_table(rows[-1:]) == []
+
+
+def test_the_costs_of_a_round_by_name(tmp_path: Path) -> None:
+    """The next round may have been sampled already."""
+    run = run_in(tmp_path)
+    ledger = Ledger(run)
+    labels = ("round-000-update_policy", "round-001-update_policy", "round-002-generate_rollouts")
+    run.outcomes += [outcome(tmp_path, label) for label in (*labels, "after-001-generate_rollouts")]
+    ledger.write()
+    found = ledger.of_round(1)
+    assert {name.split("/")[1] for name in found} == {"round-update_policy", "after-generate_rollouts"}
+    assert found["cost/round-update_policy/work_seconds"] == 6.0
+    assert found["cost/after-generate_rollouts/bytes"] == 7.0

@@ -19,8 +19,8 @@ from stages.artifacts.schemas import REWARDS, ROLLOUTS
 from stages.artifacts.shards import write_table
 from stages.artifacts.store import commit, new_attempt
 from stages.job import Compute, Job
-from stages.rollout_shards import RolloutShard, by_shard, shards_of
 from stages.program import Context
+from stages.rollout_shards import RolloutShard, by_shard, shards_of
 from stages.score_rollouts.job import Inputs, Parameters, ScoreRollouts
 from stages.score_rollouts.run import run
 from tests.unit.stage_artifacts import Row, commit_rollouts, rollout
