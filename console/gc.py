@@ -25,7 +25,8 @@ def collect(store: Path, *, keep: dict[str, int | None], dry_run: bool, say: Say
     """
     if not (store / "runs").is_dir():
         raise InputError(f"--store {store}: expected a store with runs, found none")
-    freed = _free_attempts(store, dry_run=dry_run, say=say) + _free_temporaries(store, dry_run=dry_run)
+    freed = _free_attempts(store, besides=_of_live_runs(store), dry_run=dry_run, say=say)
+    freed += _free_temporaries(store, dry_run=dry_run)
     for directory in sorted(path for path in (store / "runs").iterdir() if (path / "config.json").exists()):
         try:
             with Lease(directory / "lease", what=f"run {directory.name}"):
@@ -55,11 +56,26 @@ def _best(directory: Path) -> ArtifactRef | None:
     return ArtifactRef(stage="update_policy", fingerprint=link.resolve().parent.name) if link.is_symlink() else None
 
 
-def _free_attempts(store: Path, *, dry_run: bool, say: Say) -> int:
+def _of_live_runs(store: Path) -> set[tuple[str, str]]:
+    """What runs that are under way have asked for: they may have finished a part of it, and come back to it."""
+    found = set()
+    for directory in sorted((store / "runs").iterdir()):
+        try:
+            with Lease(directory / "lease", what=f"run {directory.name}"):
+                continue
+        except LeaseHeld:
+            jobs = [read_json(path) for path in sorted((directory / "jobs").glob("*.json"))]
+            found |= {(job["stage"], job["fingerprint"]) for job in jobs}
+    return found
+
+
+def _free_attempts(store: Path, *, besides: set[tuple[str, str]], dry_run: bool, say: Say) -> int:
     """Unfinished tries that nobody is at work on. Whoever makes the same thing next starts it from its beginning."""
     freed = 0
     for path in sorted(store.glob("attempts/*/*")):
         stage, fingerprint = path.parts[-2:]
+        if (stage, fingerprint) in besides:
+            continue
         try:
             with Lease(layout.lock(store, stage, fingerprint), what=f"artifact {stage}/{fingerprint}"):
                 size = _size(path)

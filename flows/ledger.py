@@ -97,13 +97,12 @@ class Ledger:
     def of_round(self, round_index: int) -> dict[str, float]:
         """What the stages of a round cost in this start, by `cost/<stage>/<column>`."""
         recent = takewhile(lambda row: row["round_index"] >= round_index - 1, reversed(self.rows))
-        return {
-            f"cost/{_kind(row['stage'])}/{name}": float(value)
-            for row in recent
-            if row["round_index"] == round_index
-            for name, value in row.items()
-            if name not in ("round_index", "stage")
-        }
+        found: dict[str, float] = defaultdict(float)
+        for row in recent:
+            if row["round_index"] == round_index:
+                for name in row.keys() - {"round_index", "stage"}:
+                    found[f"cost/{_kind(row['stage'])}/{name}"] += row[name]
+        return dict(found)
 
 
 def _whole_rows(directory: Path) -> list[Row]:
@@ -160,7 +159,9 @@ def summary_table(rows: Sequence[Row]) -> list[str]:
     if not kinds:
         return []
     lines = [_line(_NAMES)]
-    for kind, group in sorted(kinds.items(), key=lambda item: -sum(row["seconds"] for row in item[1])):
+    for kind, group in sorted(
+        kinds.items(), key=lambda item: -sum(row["seconds"] + row["ahead_seconds"] for row in item[1])
+    ):
         total = {name: sum(row[name] for row in group) for name in group[0] if name != "stage"}
         spans = [total[f"{name}seconds"] for name in ("", "waiting_", "start_", "work_", "commit_", "ahead_")]
         worked = total["work_seconds"] + total["ahead_seconds"]

@@ -10,7 +10,7 @@ from typing import Literal
 from configs.algorithms import Ppo
 from configs.sources import PolicySamplesSource
 from flows.report import Report
-from flows.round import begin_round, run_round
+from flows.round import RoundResult, begin_round, run_round
 from flows.sampling import Sampling, sample_round, sampled_beside
 from stages.update_policy.job import TrainerState
 from tasks.evaluate_policy import evaluate
@@ -77,6 +77,7 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
     for round_index in range(config.rounds.count):
         sampled = sampled or sample_round(run, round_index=round_index, data=data, policy=state.policy)
         is_last = round_index + 1 == config.rounds.count
+        is_measured = (round_index + 1) % config.evaluation.every == 0 or is_last
         with ExitStack() as beside:
             following: Sampling | None = None
             if config.rounds.staleness:
@@ -94,15 +95,20 @@ def _rounds(run: Run, models: Models, report: Report) -> None:
             following = following or beside.enter_context(sample(round_index=round_index + 1, policy=state.policy))
             if (round_index + 1) % config.rounds.snapshot_every == 0 or is_last:
                 snapshot_trainer(run, round_index=round_index, state=state)
+            if not is_measured:
+                _report(run, report, result, None)
             begin(round_index=round_index + 1, sampling=following, state=state)
         sampled = following.made.result() if following is not None else None
-        evaluation = None
-        if (round_index + 1) % config.evaluation.every == 0 or is_last:
+        if is_measured:
             moment = f"after-{round_index:03d}"
             evaluation = evaluate(run, policy=state.policy, data=data, reward_model=reward_model, moment=moment)
-        report.add_round(result, evaluation)
-        if not run.replay:
-            _release_superseded(run, report)
+            _report(run, report, result, evaluation)
+
+
+def _report(run: Run, report: Report, result: RoundResult, evaluation: Outcome | None) -> None:
+    report.add_round(result, evaluation)
+    if not run.replay:
+        _release_superseded(run, report)
 
 
 def _release_superseded(run: Run, report: Report) -> None:

@@ -40,9 +40,10 @@ def begin_round(
 
     sampling: None where there is nothing to do meanwhile.
     """
-    if sampling is None:
+    label = f"round-{round_index:03d}"
+    if sampling is None or f"{label}-generate_rollouts" in run.kept:  # kept ones have another name than the job's
         return
-    label, rollouts, policy = f"round-{round_index:03d}", sampling.job.ref, sampling.job.inputs.policy
+    rollouts, policy = sampling.job.ref, sampling.job.inputs.policy
     jobs: dict[str, Job] = {
         f"{label}-score_rollouts": scoring(run, rollouts=rollouts, reward_model=reward_model),
     }

@@ -10,7 +10,6 @@ import gc
 import importlib
 import json
 import os
-import random
 import sys
 import time
 import traceback
@@ -30,7 +29,7 @@ from stages.artifacts.lease import Lease
 from stages.artifacts.manifest import write_manifest
 from stages.artifacts.private import keep_files_private
 from stages.artifacts.room import room_for
-from stages.artifacts.seeds import seed_at
+from stages.artifacts.seeds import seed_at, seed_libraries
 from stages.job import Job
 from stages.rollout_shards import RolloutShard
 from stages.stacks import write_stacks_on_signal
@@ -129,13 +128,12 @@ def load_job(path: Path) -> Job:
 
 def execute(job: Job, context: Context) -> Metrics:
     """Run one job in this process, seeded by its coordinates and on its threads. Returns its metrics."""
-    random.seed(seed_at(job.seed, job.STAGE))
     program = importlib.import_module(f"stages.{job.STAGE}.run")
     if job.compute.device == "cuda" or "torch" in sys.modules:
         import torch
 
-        torch.manual_seed(seed_at(job.seed, job.STAGE))
         torch.set_num_threads(job.compute.threads)  # the job before may have had another number
+    seed_libraries(seed_at(job.seed, job.STAGE))
     metrics: Metrics = program.run(job, context)
     return metrics | context.work()
 
@@ -202,7 +200,7 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
 
 
 def _limits(job: Job) -> Limits | None:
-    """What this process's device can do: products in float32 on CPU, in bfloat16 on a GPU. None if it is full.
+    """What this process's device can do: products in float32 on CPU, in bfloat16 on a GPU. None if memory is full.
 
     Measured without a seed of the job's: the next job sets its own.
     """
@@ -214,7 +212,7 @@ def _limits(job: Job) -> Limits | None:
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
     try:
         return limits_of(device, dtype)
-    except torch.OutOfMemoryError:  # what a figure of the ledger costs must never be a job
+    except RuntimeError:  # also cuBLAS and the host say so; what a figure of the ledger costs must never be a job
         return None
 
 

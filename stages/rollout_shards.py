@@ -6,7 +6,7 @@ lost. What it holds depends on its rollouts alone, never on when it is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from stages.artifacts import layout, schemas
-from stages.artifacts.durable import digest_file
-from stages.artifacts.errors import GateError, InputError
-from stages.artifacts.manifest import read_manifest
+from stages.artifacts.durable import canonical_json, digest_bytes, digest_file
+from stages.artifacts.errors import GateError, InputError, TransientError
+from stages.artifacts.manifest import content_of_inputs, damaged, read_manifest
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.seals import adopt, find_sealed, seal
+from stages.artifacts.seeds import seed_at, seed_libraries
 from stages.artifacts.shards import by_key, read_table, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
 
@@ -48,22 +49,22 @@ class RolloutShard:
         """What order() said."""
         return cls(order["index"], order["sha256"], tuple(map(Path, order["places"])))
 
-    def rows(self) -> dict[Key, Row]:
-        """Its rollouts by prompt_id and sample_index, in canonical order. Raises InputError if they are in none of its
-        places or one occurs twice, GateError if there are none.
+    def rows(self) -> dict[Key, Row] | None:
+        """Its rollouts by prompt_id and sample_index, in canonical order; None if they are in none of its places.
+
+        Raises InputError if one occurs twice, GateError if there are none.
         """
         for path in self.places:
             try:
-                found = digest_file(path)
-                table = read_table(path, schemas.ROLLOUTS)
+                if digest_file(path) != self.sha256:
+                    continue
+                keyed = by_key(read_table(path, schemas.ROLLOUTS).to_pylist(), where=str(path))
             except FileNotFoundError:
                 continue
-            if found == self.sha256:
-                keyed = by_key(table.to_pylist(), where=str(path))
-                if not keyed:
-                    raise GateError(f"{path}: expected rollouts, found none")
-                return {key: keyed[key] for key in sorted(keyed)}
-        raise InputError(f"expected rollouts with sha256 {self.sha256[:16]}… in {self.places[0]}, found none")
+            if not keyed:
+                raise GateError(f"{path}: expected rollouts, found none")
+            return {key: keyed[key] for key in sorted(keyed)}
+        return None
 
 
 def by_shard(
@@ -78,32 +79,40 @@ def by_shard(
     """Write this rank's file of `kind` for each shard of rollouts; yields those, and what was made of them.
 
     make: what becomes of a shard's rollouts, which come in canonical order. It is called on all ranks of the job or,
-    where an earlier attempt has finished the shard on all of them, on none.
+    where an earlier attempt has finished the shard on all of them, on none. Raises DamagedArtifact; TransientError
+    where the one shard that is asked for is not there as it was.
     """
     shards = shards_of(job.store, rollouts) if context.shard is None else [context.shard]
     stand_alone = context.shard is not None or len(shards) > 1
     earlier, ranks = earlier_attempts(context.out), job.compute.ranks
     seen: set[Key] = set()
+    others = content_of_inputs(job, besides=rollouts)
     for shard in shards:
         keyed = shard.rows()
+        if keyed is None and context.shard is not None:
+            raise TransientError(f"expected rollouts with sha256 {shard.sha256[:16]}… in {shard.places[0]}, found none")
+        if keyed is None:
+            raise damaged(rollouts, shard.places[0], f"expected sha256 {shard.sha256[:16]}…, found another")
         if twice := seen & keyed.keys():
             raise InputError(f"{shard.places[0]}: row {min(twice)} occurs twice; expected each rollout in one file")
         seen |= keyed.keys()
         rows = list(keyed.values())
+        made_from = digest_bytes(canonical_json([shard.sha256, others]))
         paths = [layout.shard(context.out, kind, shard.index * ranks + rank) for rank in range(ranks)]
         own = paths[context.rank]
-        if _all_sealed(paths, earlier, shard):
-            mark = adopt(own, earlier=earlier, made_from=shard.sha256)
+        if all(find_sealed(path.name, attempts=earlier, made_from=made_from) for path in paths):
+            mark = adopt(own, earlier=earlier, made_from=made_from)
             assert mark is not None, "it was found just now, and nobody else is at work here"
             context.add_count(mark.figures)
             yield rows, read_table(own, schema).to_pylist()
             continue
         before = context.take_count()
+        seed_libraries(seed_at(job.seed, job.STAGE, shard.index))  # whatever was made before it, and whenever
         results = make(rows)
         write_table(own, results, schema)
         figures = context.take_count()
         if stand_alone:
-            seal(own, made_from=shard.sha256, figures=figures)
+            seal(own, made_from=made_from, figures=figures)
         context.add_count(before)
         context.add_count(figures)
         yield rows, results
@@ -118,7 +127,3 @@ def shards_of(store: Path, rollouts: ArtifactRef) -> list[RolloutShard]:
     if not names:
         raise InputError(f"{directory}: expected {ROLLOUTS}-00000.arrow and so on, found none")
     return [RolloutShard(i, manifest.files[name].sha256, (directory / name,)) for i, name in enumerate(names)]
-
-
-def _all_sealed(paths: Sequence[Path], earlier: Sequence[Path], shard: RolloutShard) -> bool:
-    return all(find_sealed(path.name, attempts=earlier, made_from=shard.sha256) is not None for path in paths)

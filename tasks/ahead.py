@@ -7,17 +7,17 @@ decided by who is faster: every shard is worked on here, in order, whether it wa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stages.artifacts import layout, store
-from stages.artifacts.errors import TransientError
+from stages.artifacts.errors import LeaseHeld, RatchetError, SourceUnavailable, TransientError
 from stages.artifacts.lease import Lease
-from stages.artifacts.seals import sealed
+from stages.artifacts.seals import find_sealed
 from stages.generate_rollouts.job import GenerateRollouts
 from stages.job import Job
 from stages.rollout_shards import ROLLOUTS, RolloutShard, shards_of
@@ -31,7 +31,7 @@ def work_ahead(run: Run, rollouts: GenerateRollouts, jobs: Mapping[str, Job], *,
     """Do `jobs`, by label, on those rollouts, shard by shard as they come; what is left of each is to gather it.
 
     until: done when the rollouts are committed. Where one shard is all there is nothing to do ahead. Raises what the
-    stages raise; but where a worker is lost, the rest is left to them.
+    stages raise; but where a worker is lost or a reward server stays away, the rest is left to them.
     """
     shards = run.config.rounds.shards
     if run.replay or shards < 2:
@@ -41,15 +41,14 @@ def work_ahead(run: Run, rollouts: GenerateRollouts, jobs: Mapping[str, Job], *,
         for index in range(shards):
             shard = _wait_for(run, rollouts, index, until=until)
             if begun is None:
-                found = [leases.enter_context(_begin(run, job, label)) for label, job in jobs.items()]
+                found = [_begin(run, job, label, leases) for label, job in jobs.items()]
                 begun = [one for one in found if one is not None]
             try:
                 for one in begun:
                     one.make(run, shard)
-            except TransientError as error:
-                if type(error) is not TransientError:
-                    raise
+            except (TransientError, SourceUnavailable) as error:
                 run.require_going_on()
+                run.pool(run.trainer_spec()).start()
                 run.display.say(f"worked on ahead, round {rollouts.parameters.round_index}: {error}; done in its turn")
                 return
 
@@ -65,30 +64,35 @@ class _Begun:
     def make(self, run: Run, shard: RolloutShard) -> None:
         """What it makes of one shard of rollouts."""
         started, pool = time.monotonic(), run.pool(run.trainer_spec())
-        pool.run(
-            layout.run_job(run.directory, self.label),
-            self.attempt,
-            on_progress=lambda what, done, total: run.display.progress(self.label, what, done, total),
-            all_ranks=self.job.compute.ranks == pool.spec.ranks,
-            shard=shard,
-            before=run.lease.require,
-        )
+        try:
+            pool.run(
+                layout.run_job(run.directory, self.label),
+                self.attempt,
+                on_progress=lambda what, done, total: run.display.progress(self.label, what, done, total),
+                all_ranks=self.job.compute.ranks == pool.spec.ranks,
+                shard=shard,
+                before=run.lease.require,
+            )
+        except RatchetError:
+            run.lease.require()  # whoever took the run over has cleared this attempt away: that is the reason
+            raise
         run.display.settled(self.label)
         seconds = run.ahead_seconds.get(self.label, 0.0) + time.monotonic() - started
         run.ahead_seconds[self.label] = seconds
 
 
-@contextmanager
-def _begin(run: Run, job: Job, label: str) -> Iterator[_Begun | None]:
-    """A job to be worked on, held for as long as the context lasts; None where it is done, or stays as it was."""
+def _begin(run: Run, job: Job, label: str, leases: ExitStack) -> _Begun | None:
+    """A job, held until `leases` end. None where it is done, stays as it was, or is made by another run."""
     if label in run.kept or store.verify(job.store, job.ref) is not None:
-        yield None
-        return
-    with Lease(
-        layout.lock(job.store, job.STAGE, job.fingerprint), what=f"artifact {job.ref}", take_over=run.lease.take_over
-    ):
-        job_file(run, job, label=label)
-        yield _Begun(label, job, store.new_attempt(job))
+        return None
+    lock = layout.lock(job.store, job.STAGE, job.fingerprint)
+    try:
+        leases.enter_context(Lease(lock, what=f"artifact {job.ref}", take_over=run.lease.take_over))
+    except LeaseHeld:
+        run.lease.require()
+        return None
+    job_file(run, job, label=label)
+    return _Begun(label, job, store.new_attempt(job))
 
 
 def _wait_for(run: Run, rollouts: GenerateRollouts, index: int, *, until: Future[Any]) -> RolloutShard:
@@ -98,9 +102,11 @@ def _wait_for(run: Run, rollouts: GenerateRollouts, index: int, *, until: Future
         run.require_going_on()
         run.lease.require()
         if until.done():
+            until.result()
             return shards_of(run.store, rollouts.ref)[index]
         attempt = store.newest_attempt(rollouts)
-        mark = sealed(attempt).get(name) if attempt is not None else None
-        if attempt is not None and mark is not None:
-            return RolloutShard(index, mark.sha256, (attempt / name, rollouts.ref.path(run.store) / name))
+        found = find_sealed(name, attempts=[attempt]) if attempt is not None else None
+        if found is not None:
+            path, mark = found
+            return RolloutShard(index, mark.sha256, (path, rollouts.ref.path(run.store) / name))
         wait([until], timeout=_LOOK_SECONDS)

@@ -1,5 +1,5 @@
-"""One piece of work beside the flow: the next round's rollouts are sampled while the trainer writes down its state or,
-with rounds.staleness, while this round trains.
+"""One piece of work beside the flow: a round's rollouts are sampled while the trainer writes down its state and works
+on the shards that are there or, with rounds.staleness, while the round before it trains.
 
 What it makes is decided by its jobs, never by which of the two is faster; its outcomes count from where the flow waits
 for it, so they stand in the same place in each start of a run.

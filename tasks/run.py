@@ -49,8 +49,8 @@ class Costs:
 
     start_seconds: until its workers were ready. work_seconds: in the stage itself. commit_seconds: hashing, flushing,
     signing and naming the artifact. The rest, waiting_seconds, is the orchestration's: Prefect, looking up what is
-    done, leases, the report, and attempts that were lost. ahead_seconds: before all that, while the stage's rollouts
-    were still being sampled. bytes: of the artifact. least_seconds: in which the stage's devices could have done
+    done, leases, the report, and attempts that were lost. ahead_seconds: before all that, beside the sampling of
+    its rollouts. bytes: of the artifact. least_seconds: in which the stage's devices could have done
     its work, by their measured limits; 0 where these are not known.
     """
 
@@ -212,7 +212,7 @@ class Run:
             gpus=compute.gpus,
             kv_cache_gib=kv_cache_gib,
             takes_turns=self.config.resources.take_turns,
-            works_beside=rounds.staleness > 0 or rounds.shards > 1,
+            works_beside=not self.config.resources.take_turns and (rounds.staleness > 0 or rounds.shards > 1),
         )
 
     def make_room_for(self, spec: PoolSpec, *, on_progress: OnProgress) -> None:

@@ -125,6 +125,12 @@ def changed_parent(store: Path, manifest: Manifest) -> ArtifactRef | None:
     return None
 
 
+def content_of_inputs(job: Job, *, besides: ArtifactRef) -> dict[str, str]:
+    """What each of a job's inputs holds, by name, but one. As in changed_parent(), where bits are promised."""
+    parents = _parents(job.store, job.model_dump(mode="json"))
+    return {str(ref): parent.content for ref, parent in parents if ref != besides and parent.determinism == "A"}
+
+
 def _parents(store: Path, job: dict[str, Any]) -> Iterator[tuple[ArtifactRef, Manifest]]:
     for ref in dict.fromkeys(references(job.get("inputs", {}))):
         try:

@@ -157,7 +157,7 @@ LEDGER = _schema(
         ("start_seconds", pa.float64(), "until the stage's workers were ready"),
         ("work_seconds", pa.float64(), "in the stage itself"),
         ("commit_seconds", pa.float64(), "hashing, flushing, signing and naming the artifact"),
-        ("ahead_seconds", pa.float64(), "worked on before all that, while its rollouts were still sampled"),
+        ("ahead_seconds", pa.float64(), "before all that, beside the sampling of its rollouts (tasks/ahead.py)"),
         ("bytes", pa.int64(), "of the artifact"),
         ("tokens", pa.int64(), "sampled by a generator, or computed by a trainer's models"),
         ("padding_fraction", pa.float64(), "of the computed tokens"),

@@ -35,11 +35,11 @@ def seal(path: Path, *, made_from: str = "", figures: Mapping[str, float] | None
         write_json(_mark(path), found.model_dump())
 
 
-def sealed(attempt: Path) -> dict[str, Seal]:
-    """The marked files of an attempt, by name."""
-    marks = sorted(attempt.with_name(f"{attempt.name}.sealed").glob("*.json"))
-    found = {mark.stem: _read(mark) for mark in marks if not mark.name.startswith(".")}
-    return {name: mark for name, mark in found.items() if mark is not None}
+def break_seals(attempt: Path) -> None:
+    """Have no later attempt adopt anything of this one or of those before it."""
+    if attempt.name.isdigit():
+        for marks in sorted(attempt.parent.glob("*.sealed")):
+            durable.remove(marks)
 
 
 def find_sealed(name: str, *, attempts: Sequence[Path], made_from: str = "") -> tuple[Path, Seal] | None:

@@ -11,6 +11,7 @@ import torch
 from stages.artifacts import schemas
 from stages.artifacts.errors import GateError
 from stages.artifacts.reference import ArtifactRef
+from stages.artifacts.seals import break_seals
 from stages.artifacts.store import open_artifact
 from stages.compute_logprobs.job import ComputeLogprobs
 from stages.engines.deepspeed_engine import sum_over_ranks
@@ -48,7 +49,12 @@ def run(job: ComputeLogprobs, context: Context) -> Metrics:
     if context.shard is not None:
         return {}
     context.live.pop(_OLDER, None)
-    return _gate(rows, results, job, context)
+    try:
+        return _gate(rows, results, job, context)
+    except GateError:
+        if context.rank == 0:  # once its cause is gone they are computed anew
+            break_seals(context.out)
+        raise
 
 
 def _sampling_policy(

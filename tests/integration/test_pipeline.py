@@ -255,4 +255,10 @@ def test_the_ledger_says_where_the_time_went(finished: Result, run_directory: Pa
     for stage in ("train_sft", "train_reward_model", "round-001-compute_logprobs", "round-001-update_policy"):
         assert by_stage[stage]["tokens"] > 0 and by_stage[stage]["model_flops"] > 0.0
         assert by_stage[stage]["padding_fraction"] == 0.0, "one rank repeats nothing"
+    for row in rows:
+        is_ahead = row["stage"].startswith("round-") and row["stage"].endswith(("score_rollouts", "compute_logprobs"))
+        assert (row["ahead_seconds"] > 0.0) == is_ahead, "what a round's shards are for was made as they came"
+    for stage in ("round-001-generate_rollouts", "round-001-compute_logprobs", "round-001-update_policy"):
+        row = by_stage[stage]
+        assert 0.0 < row["least_seconds"] < row["work_seconds"] + row["ahead_seconds"]
     assert "seconds of" in finished.out and "round-update_policy" in finished.out

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 
 from configs.load import load_config
+from flows.round import begin_round
+from flows.sampling import Sampling
 from stages import worker
 from stages.artifacts import layout, store
-from stages.artifacts.errors import GateError, LeaseHeld
+from stages.artifacts.errors import GateError
 from stages.artifacts.lease import Lease
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.seals import seal
 from stages.generate_rollouts.job import GenerateRollouts
+from stages.update_policy.job import TrainerState
 from tasks.ahead import work_ahead
 from tasks.display import Lines
 from tasks.generate_rollouts import rollouts_job
@@ -125,17 +128,6 @@ def test_where_sampling_ends_in_an_error_so_does_the_work(run: Run, sampling: Ge
     assert worked_on(jobs["only"]) == [["0"]]
 
 
-def test_a_lost_worker_leaves_the_rest_to_the_stage(run: Run, sampling: GenerateRollouts) -> None:
-    attempt = store.new_attempt(sampling)
-    for index in range(FILES):
-        finish(attempt, index)
-    jobs = toys(run, "lost")
-    work_ahead(run, sampling, jobs, until=Future())
-    assert worked_on(jobs["lost"]) == [["0", "1"]]
-    assert isinstance(run.display, Lines) and "worked on ahead" in run.display.lines[-1]
-    assert not run.pool(run.trainer_spec()).is_started
-
-
 def test_what_a_stage_refuses_ends_the_run_at_once(run: Run, sampling: GenerateRollouts) -> None:
     attempt = store.new_attempt(sampling)
     for index in range(FILES):
@@ -146,7 +138,7 @@ def test_what_a_stage_refuses_ends_the_run_at_once(run: Run, sampling: GenerateR
     assert worked_on(jobs["refused"]) == [["0", "1"]]
 
 
-def test_what_is_done_is_left_alone_and_what_another_run_makes_is_its_own(run: Run, sampling: GenerateRollouts) -> None:
+def test_what_is_done_and_what_another_run_makes_is_left_alone(run: Run, sampling: GenerateRollouts) -> None:
     attempt = store.new_attempt(sampling)
     for index in range(FILES):
         finish(attempt, index)
@@ -154,12 +146,39 @@ def test_what_is_done_is_left_alone_and_what_another_run_makes_is_its_own(run: R
     committed(done)
     work_ahead(run, sampling, {"done": done, "wanted": wanted}, until=Future())
     assert worked_on(done) == [] and worked_on(wanted) == [["0", "1", "2"]]
-    other = toys(run, "other")["other"]
-    with (
-        Lease(layout.lock(run.store, other.STAGE, other.fingerprint), what="toy"),
-        pytest.raises(LeaseHeld),
-    ):
-        work_ahead(run, sampling, {"other": other}, until=Future())
+    other, last = toys(run, "other", "last").values()
+    with Lease(layout.lock(run.store, other.STAGE, other.fingerprint), what="toy"):
+        work_ahead(run, sampling, {"other": other, "last": last}, until=Future())
+    assert worked_on(other) == [] and worked_on(last) == [["0", "1", "2"]]
+
+
+@pytest.mark.parametrize("word", ["lost", "away"])
+def test_a_lost_worker_or_server_leaves_the_rest_to_the_stage(run: Run, sampling: GenerateRollouts, word: str) -> None:
+    attempt = store.new_attempt(sampling)
+    for index in range(FILES):
+        finish(attempt, index)
+    jobs = toys(run, word)
+    work_ahead(run, sampling, jobs, until=Future())
+    assert worked_on(jobs[word]) == [["0", "1"]]
+    assert isinstance(run.display, Lines) and "worked on ahead" in run.display.lines[-1]
+
+
+def test_a_shard_that_is_not_what_its_mark_says_is_waited_for(run: Run, sampling: GenerateRollouts) -> None:
+    """What an attempt that was killed has left may be damaged; the one that samples it again comes later."""
+    damaged = store.new_attempt(sampling)
+    for index in range(FILES):
+        finish(damaged, index)
+    layout.shard(damaged, "rollouts", 1).write_bytes(b"!")
+    jobs = toys(run, "only")
+
+    def sample_again() -> None:
+        attempt = store.new_attempt(sampling)
+        for index in range(FILES):
+            finish(attempt, index)
+
+    Timer(0.5, sample_again).start()
+    work_ahead(run, sampling, jobs, until=Future())
+    assert worked_on(jobs["only"]) == [["0", "1", "2"]]
 
 
 def test_nothing_is_worked_on_ahead_in_a_replay_or_where_one_file_is_all(tmp_path: Path) -> None:
@@ -174,3 +193,23 @@ def test_nothing_is_worked_on_ahead_in_a_replay_or_where_one_file_is_all(tmp_pat
             )
             work_ahead(run, asked, toys(run, "only"), until=Future())
         assert not (tmp_path / "store" / "attempts").exists()
+
+
+def test_where_the_rollouts_are_kept_ones_nothing_is_looked_for_under_the_jobs_own_name(
+    run: Run, sampling: GenerateRollouts
+) -> None:
+    """`--on-change keep`: they were sampled with other settings, and are named after those."""
+    ref = ArtifactRef(stage="generate_rollouts", fingerprint="1" * 32)
+    run.kept = {"round-000-generate_rollouts": ref}
+    model = Outcome("model", ref, metrics={}, seconds=1.0, reused=False, path=run.store, costs=Costs(1.0))
+    made: Future[Any] = Future()
+    made.set_result(None)
+    begin_round(
+        run,
+        round_index=0,
+        sampling=Sampling(sampling, made),
+        state=TrainerState(policy=ref),
+        ref_policy=model,
+        reward_model=None,
+    )
+    assert not (run.store / "attempts").exists()

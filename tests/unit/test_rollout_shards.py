@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.rewards import RewardModelSource, VerifierSource
+from configs.rewards import FunctionSource, RewardModelSource, VerifierSource
 from stages.artifacts import layout
-from stages.artifacts.durable import digest_file
-from stages.artifacts.errors import GateError, InputError
+from stages.artifacts.durable import canonical_json, digest_bytes, digest_file, read_json, write_json
+from stages.artifacts.errors import DamagedArtifact, GateError, InputError, TransientError
+from stages.artifacts.manifest import Manifest, content_of_inputs
 from stages.artifacts.schemas import REWARDS, ROLLOUTS
+from stages.artifacts.seals import find_sealed
 from stages.artifacts.shards import write_table
 from stages.artifacts.store import commit, new_attempt
 from stages.job import Compute, Job
@@ -92,15 +95,64 @@ def test_what_was_made_of_other_rollouts_is_made_again(tmp_path: Path) -> None:
     assert files == made(clean, new_attempt(clean))[0]
 
 
+def test_what_was_made_with_another_reward_model_is_made_again(tmp_path: Path) -> None:
+    """Under the same name: it was made again from something else."""
+    job = scoring(tmp_path)
+    reward_model = job.inputs.reward_model
+    assert reward_model is not None
+    shard = shards_of(tmp_path, job.inputs.rollouts)[0]
+    run(job, Context(out=new_attempt(job), shard=shard))
+    document = reward_model.path(tmp_path) / layout.MANIFEST
+    manifest = read_json(document)
+    manifest["files"]["reward_model.json"]["sha256"] = "0" * 64
+    write_json(document, Manifest.model_validate(manifest).signed().model_dump(mode="json"))
+    earlier = [path for path in new_attempt(job).parent.iterdir() if path.name.isdigit()]
+    others = content_of_inputs(job, besides=job.inputs.rollouts)
+    made_from = digest_bytes(canonical_json([shard.sha256, others]))
+    assert find_sealed("rewards-00000.arrow", attempts=earlier, made_from=made_from) is None
+
+
 def test_rollouts_that_were_committed_meanwhile_are_found_where_they_are_now(tmp_path: Path) -> None:
     job = scoring(tmp_path)
     here = shards_of(job.store, job.inputs.rollouts)[0]
     moved = replace(here, places=(tmp_path / "attempts" / "gone.arrow", *here.places))
-    assert moved.rows() == here.rows()
-    with pytest.raises(InputError, match="expected rollouts with sha256"):
-        replace(here, places=(tmp_path / "gone.arrow",)).rows()
-    with pytest.raises(InputError, match="expected rollouts with sha256"):
-        replace(here, sha256="0" * 64).rows()
+    assert moved.rows() == here.rows() is not None
+    assert replace(here, places=(tmp_path / "gone.arrow",)).rows() is None
+    other = replace(here, sha256="0" * 64)
+    with pytest.raises(TransientError, match="expected rollouts with sha256"):
+        run(job, Context(out=new_attempt(job), shard=other))
+
+
+def test_a_shard_draws_from_its_own_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's function may draw: what it draws must not depend on what was made before it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("my_noisy_rule.py").write_text(
+        "import random\n\ndef rate(*, prompt, completion, answer):\n    return random.random()\n"
+    )
+    source = FunctionSource(function="my_noisy_rule:rate")
+    found = []
+    for name, ahead in (("one", []), ("two", [2, 1])):
+        job = scoring(tmp_path / name)
+        job = job.model_copy(update={"parameters": job.parameters.model_copy(update={"sources": (source,)})})
+        shards, attempt = shards_of(job.store, job.inputs.rollouts), new_attempt(job)
+        for index in ahead:
+            run(job, Context(out=attempt, shard=shards[index]))
+        found.append(made(job, new_attempt(job)))
+    assert found[0] == found[1]
+
+
+def test_rollouts_that_are_damaged_are_said_to_be(tmp_path: Path) -> None:
+    """Also where their times are those that were looked at before."""
+    job = scoring(tmp_path)
+    (path,) = shards_of(job.store, job.inputs.rollouts)[1].places
+    before = path.stat()
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DamagedArtifact):
+        run(job, Context(out=new_attempt(job)))
 
 
 def test_a_portion_that_one_of_two_ranks_finished_is_made_again_on_both(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ def execute(words, context):
                 file.write(f"{context.shard.index} {context.shard.sha256} {context.shard.places[0].name}\\n")
             if context.shard.index == 1 and path.endswith("lost.json"):
                 os._exit(3)
+            if context.shard.index == 1 and path.endswith("away.json"):
+                raise SourceUnavailable("the reward server stays away")
             if context.shard.index == 1 and path.endswith("refused.json"):
                 raise GateError("not finite")
     return {}
