@@ -30,8 +30,8 @@ _LOOK_SECONDS = 0.05
 def work_ahead(run: Run, rollouts: GenerateRollouts, jobs: Mapping[str, Job], *, until: Future[Any]) -> None:
     """Do `jobs`, by label, on those rollouts, shard by shard as they come; what is left of each is to gather it.
 
-    until: done when the rollouts are committed. Where one shard is all there is nothing to do ahead. Raises what the
-    stages raise; but where a worker is lost or a reward server stays away, the rest is left to them.
+    until: done when the rollouts are committed. Where one shard is all there is nothing to do ahead. Whatever a stage
+    raises, the rest is left to it, so that it says so in its turn. Raises what the rollouts ended with.
     """
     shards = run.config.rounds.shards
     if run.replay or shards < 2:
@@ -46,10 +46,13 @@ def work_ahead(run: Run, rollouts: GenerateRollouts, jobs: Mapping[str, Job], *,
             try:
                 for one in begun:
                     one.make(run, shard)
-            except (TransientError, SourceUnavailable) as error:
+            except RatchetError as error:
                 run.require_going_on()
+                run.lease.require()
+                if isinstance(error, TransientError | SourceUnavailable):
+                    round_index = rollouts.parameters.round_index
+                    run.display.say(f"worked on ahead, round {round_index}: {error}; done in its turn")
                 run.pool(run.trainer_spec()).start()
-                run.display.say(f"worked on ahead, round {rollouts.parameters.round_index}: {error}; done in its turn")
                 return
 
 
@@ -64,18 +67,14 @@ class _Begun:
     def make(self, run: Run, shard: RolloutShard) -> None:
         """What it makes of one shard of rollouts."""
         started, pool = time.monotonic(), run.pool(run.trainer_spec())
-        try:
-            pool.run(
-                layout.run_job(run.directory, self.label),
-                self.attempt,
-                on_progress=lambda what, done, total: run.display.progress(self.label, what, done, total),
-                all_ranks=self.job.compute.ranks == pool.spec.ranks,
-                shard=shard,
-                before=run.lease.require,
-            )
-        except RatchetError:
-            run.lease.require()  # whoever took the run over has cleared this attempt away: that is the reason
-            raise
+        pool.run(
+            layout.run_job(run.directory, self.label),
+            self.attempt,
+            on_progress=lambda what, done, total: run.display.progress(self.label, what, done, total),
+            all_ranks=self.job.compute.ranks == pool.spec.ranks,
+            shard=shard,
+            before=run.lease.require,
+        )
         run.display.settled(self.label)
         seconds = run.ahead_seconds.get(self.label, 0.0) + time.monotonic() - started
         run.ahead_seconds[self.label] = seconds

@@ -18,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from configs.resources import GeneratorResources
 from stages.artifacts.errors import GateError
-from stages.decoding import kv_bytes_per_token
+from stages.decoding import kv_bytes_per_token, weights_read
 
 _PROGRESS_SECONDS = 0.5
 _BLOCK_TOKENS = 32
@@ -46,7 +46,7 @@ class GenerationEngine:
     """A vLLM engine. What a group's prompts share is prefilled once.
 
     The prefix cache is emptied before each sampling and chunked prefill is off: the bits depend on what is sampled
-    together alone.
+    together alone. weights, kv_bytes: parameters that a decoding step reads, and bytes of a token's keys and values.
     """
 
     def __init__(
@@ -61,6 +61,8 @@ class GenerationEngine:
         takes_turns: bool = False,
     ) -> None:
         self.policy_version = policy_version
+        self.weights = weights_read(policy)
+        self.kv_bytes = kv_bytes_per_token(policy, dtype)
         self._eos = eos
         if resources.eager:
             # vLLM compiles one small function of its sampler all the same, at the first token; that takes seconds.
@@ -73,7 +75,7 @@ class GenerationEngine:
             seed=0,
             max_model_len=max_model_tokens,
             max_num_seqs=resources.max_concurrent,
-            num_gpu_blocks_override=_blocks(policy, dtype, max_model_tokens, resources),
+            num_gpu_blocks_override=_blocks(self.kv_bytes, max_model_tokens, resources),
             max_num_batched_tokens=max(8192, max_model_tokens),
             block_size=_BLOCK_TOKENS if current_platform.device_type == "cpu" else None,
             enable_chunked_prefill=False,
@@ -227,16 +229,15 @@ def _cut(completion: Completion, tokens: int) -> Completion:
     return Completion(completion.token_ids[:tokens], completion.logprobs[:tokens], finish_reason="length")
 
 
-def _blocks(policy: Path, dtype: str, max_model_tokens: int, resources: GeneratorResources) -> int | None:
+def _blocks(kv_bytes: int, max_model_tokens: int, resources: GeneratorResources) -> int | None:
     """On CPU, as many key-value blocks as the most sequences in flight can fill, where that is less than the cache.
 
     Otherwise vLLM fills `kv_cache_gib` with zeros when it starts, however little of it is ever used.
     """
     if current_platform.device_type != "cpu":
         return None
-    per_token = kv_bytes_per_token(policy, dtype)
     needed = resources.max_concurrent * math.ceil(max_model_tokens / _BLOCK_TOKENS) + 1  # vLLM keeps one for itself
-    return needed if needed * _BLOCK_TOKENS * per_token < resources.kv_cache_gib << 30 else None
+    return needed if needed * _BLOCK_TOKENS * kv_bytes < resources.kv_cache_gib << 30 else None
 
 
 def _completion(output: Any) -> Completion:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 from transformers import AutoTokenizer
 
 from stages.artifacts import layout, schemas
@@ -15,7 +16,7 @@ from stages.artifacts.seals import adopt, seal
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import read_table, read_tables, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
-from stages.decoding import DTYPE_BYTES, Decoding, kv_bytes_per_token, weights_read
+from stages.decoding import DTYPE_BYTES, Decoding
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts
 from stages.generate_rollouts.prompts import batch_indices
@@ -49,31 +50,32 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
             for _ in _generate(job, context, engine, tokenizer, turn):
                 done += 1
                 context.progress("rollout shards", done, len(missing))
-        context.decoding = _decoding(job, [layout.shard(context.out, "rollouts", index) for index in missing])
+    lengths = {index: _lengths(layout.shard(context.out, "rollouts", index)) for index in mine}
+    if missing:
+        context.decoding = _decoding(job, context, [row for index in missing for row in lengths[index]])
     prompts_done = sum(len(shards[index]) for index in mine)
-    tokens = sum(_tokens(layout.shard(context.out, "rollouts", index)) for index in mine)
+    tokens = sum(completion for rows in lengths.values() for _, completion in rows)
     return {"prompts": float(prompts_done), "generated_tokens": float(tokens)}
 
 
-def _decoding(job: GenerateRollouts, shards: Sequence[Path]) -> Decoding:
-    """What this engine has decoded."""
+def _lengths(shard: Path) -> list[tuple[int, int]]:
+    """Tokens of prompt and completion of each rollout of a shard."""
     columns = ("prompt_ids", "completion_ids")
-    rows = [row for path in shards for row in read_table(path, schemas.ROLLOUTS, columns=columns).to_pylist()]
-    policy, parameters = open_artifact(job.store, job.inputs.policy) / "policy", job.parameters
-    devices = parameters.generator.tensor_parallel
+    table = read_table(shard, schemas.ROLLOUTS, columns=columns)
+    prompts, completions = (pc.list_value_length(table[name]).to_pylist() for name in columns)
+    return list(zip(prompts, completions, strict=True))
+
+
+def _decoding(job: GenerateRollouts, context: Context, lengths: Sequence[tuple[int, int]]) -> Decoding:
+    """What this engine has decoded."""
+    (_, engine), devices = context.live[_ENGINE_LIVE], job.parameters.generator.tensor_parallel
     return Decoding(
-        lengths=[(len(row["prompt_ids"]), len(row["completion_ids"])) for row in rows],
-        concurrent=parameters.generator.max_concurrent,
-        weights=weights_read(policy) // devices,
-        kv_bytes=kv_bytes_per_token(policy, parameters.dtype) // devices,
-        dtype_bytes=DTYPE_BYTES[parameters.dtype],
+        lengths,
+        concurrent=job.parameters.generator.max_concurrent,
+        weights=engine.weights // devices,
+        kv_bytes=engine.kv_bytes // devices,
+        dtype_bytes=DTYPE_BYTES[job.parameters.dtype],
     )
-
-
-def _tokens(shard: Path) -> int:
-    """How many completion tokens a shard holds."""
-    completions = read_table(shard, schemas.ROLLOUTS, columns=["completion_ids"])["completion_ids"].to_pylist()
-    return sum(len(ids) for ids in completions)
 
 
 def _select_prompts(job: GenerateRollouts, context: Context) -> list[Row]:

@@ -26,7 +26,8 @@ from tests.unit.stage_artifacts import commit_rollouts, rollout, run_stage
 
 TRIALS = 20 if os.environ.get("RATCHET_TORTURE") else 3
 PROMPTS, GROUP, BATCH = 8, 3, 3
-NAME = "rewards-00000.arrow"
+SHARDS = 2
+NAMES = [f"rewards-{index:05d}.arrow" for index in range(SHARDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +43,20 @@ def job(store: Path, url: str, *, seed: int = 0, batch_size: int = BATCH, **fiel
     return ScoreRollouts(
         store=store,
         seed=seed,
-        inputs=Inputs(rollouts=commit_rollouts(store, rows, shards=2)),
+        inputs=Inputs(rollouts=commit_rollouts(store, rows, shards=SHARDS)),
         parameters=Parameters(sources=sources, code={}, dtype="float32", max_tokens_per_microbatch=64),
     )
+
+
+def written(directory: Path) -> list[bytes]:
+    """The rewards, file by file."""
+    return [(directory / name).read_bytes() for name in NAMES]
 
 
 def test_with_retries_the_rewards_are_those_of_a_server_without_faults(tmp_path: Path) -> None:
     started, failed, asked = time.monotonic(), 0, 0
     with FaultyServer() as server:
-        healthy = (run_stage(run, job(tmp_path, server.url))[0] / NAME).read_bytes()
+        healthy = written(run_stage(run, job(tmp_path, server.url))[0])
     for row in read_rows(job(tmp_path, server.url).ref.path(tmp_path), "rewards", REWARDS):
         if row["source"] == "server":
             truth = true_reward(f"{row['prompt_id']}/{row['sample_index']}")
@@ -62,8 +68,8 @@ def test_with_retries_the_rewards_are_those_of_a_server_without_faults(tmp_path:
             with FaultyServer(fault, seed=trial) as server:
                 scoring = job(tmp_path, server.url, seed=trial, timeout_seconds=0.3 if slow else 20.0)
                 directory, _ = run_stage(run, scoring)
-                assert (directory / NAME).read_bytes() == healthy, (fault, trial)
-                assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", NAME]
+                assert written(directory) == healthy, (fault, trial)
+                assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", *NAMES]
             faults += server.failures
             asked += len(server.requests)
             fate: dict[tuple[str, ...], list[bool]] = defaultdict(list)
@@ -108,7 +114,7 @@ def test_after_a_pause_only_what_was_not_answered_is_asked(tmp_path: Path) -> No
     with FaultyServer() as server:
         server.change = lambda number, _: (503, {}, b"") if number >= 5 else None
         scoring = job(tmp_path, server.url, budget_seconds=0.2)
-        with pytest.raises(SourceUnavailable, match=r"and so are 15 of 24 rewards"):
+        with pytest.raises(SourceUnavailable, match=r"and so are 3 of 12 rewards"):
             run(scoring, Context(out=new_attempt(scoring)))
         before, server.change = [ids for ids, _ in server.requests[:5]], None
         count = len(server.requests)
@@ -116,13 +122,13 @@ def test_after_a_pause_only_what_was_not_answered_is_asked(tmp_path: Path) -> No
         after = [ids for ids, _ in server.requests[count:]]
         assert len(after) == 3 and not set(before) & set(after)
         again = job(tmp_path, server.url, seed=1)
-        assert (run_stage(run, again)[0] / NAME).read_bytes() == (directory / NAME).read_bytes()
+        assert written(run_stage(run, again)[0]) == written(directory)
     assert not layout.attempts(tmp_path, scoring.STAGE, scoring.fingerprint).exists()
 
 
 def test_another_batch_size_after_a_pause_mistakes_no_answer_for_another(tmp_path: Path) -> None:
     with FaultyServer() as server:
-        whole = (run_stage(run, job(tmp_path, server.url, seed=1))[0] / NAME).read_bytes()
+        whole = written(run_stage(run, job(tmp_path, server.url, seed=1))[0])
         server.change = lambda number, _: (503, {}, b"") if number >= 12 else None
         paused = job(tmp_path, server.url, budget_seconds=0.2)
         with pytest.raises(SourceUnavailable):
@@ -131,8 +137,8 @@ def test_another_batch_size_after_a_pause_mistakes_no_answer_for_another(tmp_pat
         again = job(tmp_path, server.url, batch_size=5)
         assert again.fingerprint == paused.fingerprint
         directory, _ = run_stage(run, again)
-        assert (directory / NAME).read_bytes() == whole
-        assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", NAME]
+        assert written(directory) == whole
+        assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", *NAMES]
 
 
 class Died(BaseException):
@@ -159,7 +165,7 @@ def test_death_before_any_durable_operation_costs_one_batch_at_most(
         attempt = new_attempt(scoring)
         die_at(0)
         run(scoring, Context(out=attempt))
-        last, whole = operations[0], (attempt / NAME).read_bytes()
+        last, whole = operations[0], written(attempt)
         few = [*range(1, 12), *range(12, last, 15), last]
         numbers = list(range(1, last + 1)) if os.environ.get("RATCHET_TORTURE") else few
         for number in numbers:
@@ -171,10 +177,10 @@ def test_death_before_any_durable_operation_costs_one_batch_at_most(
                 run(scoring, Context(out=attempt))
             die_at(0)
             directory, _ = run_stage(run, scoring)
-            assert (directory / NAME).read_bytes() == whole
-            # Answers are deleted only once the rewards are written: dying among the last `batches` asks anew for those.
-            assert len(server.requests) <= batches + 1 or number > last - batches + 1, number
-            assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", NAME]
+            assert written(directory) == whole
+            # Answers are deleted only once the rewards of their shard are sealed.
+            assert len(server.requests) <= batches + 1, number
+            assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", *NAMES]
     print(
         f"R13: died before {len(numbers)} of {last} durable operations of a scoring by a server: same bits each time, "
         f"{time.monotonic() - started:.1f} s"
@@ -194,4 +200,4 @@ def test_a_damaged_answer_is_asked_for_again(tmp_path: Path) -> None:
         directory, _ = run_stage(run, scoring)
         assert len(server.requests) - count == 4
         again = job(tmp_path, server.url, seed=1)
-        assert (run_stage(run, again)[0] / NAME).read_bytes() == (directory / NAME).read_bytes()
+        assert written(run_stage(run, again)[0]) == written(directory)
