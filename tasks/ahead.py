@@ -30,11 +30,12 @@ _LOOK_SECONDS = 0.05
 def work_ahead(run: Run, rollouts: GenerateRollouts, jobs: Mapping[str, Job], *, until: Future[Any]) -> None:
     """Do `jobs`, by label, on those rollouts, shard by shard as they come; what is left of each is to gather it.
 
-    until: done when the rollouts are committed. Where one shard is all there is nothing to do ahead. Whatever a stage
-    raises, the rest is left to it, so that it says so in its turn. Raises what the rollouts ended with.
+    until: done when the rollouts are committed. Nothing is done ahead where one shard is all, or where generator and
+    trainer would only share their cores. Whatever a stage raises, the rest is left to it, so that it says so in its
+    turn. Raises what the rollouts ended with.
     """
     shards = run.config.rounds.shards
-    if run.replay or shards < 2:
+    if run.replay or shards < 2 or not run.has_devices_for_both:
         return
     with ExitStack() as leases:
         begun: list[_Begun] | None = None

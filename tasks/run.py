@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 from concurrent.futures import Future
@@ -203,7 +204,6 @@ class Run:
         return self._spec("trainer", self.trainer(every_rank=True))
 
     def _spec(self, kind: Literal["trainer", "generator"], compute: Compute, *, kv_cache_gib: int = 1) -> PoolSpec:
-        rounds = self.config.rounds
         return PoolSpec(
             kind=kind,
             device=compute.device,
@@ -212,8 +212,17 @@ class Run:
             gpus=compute.gpus,
             kv_cache_gib=kv_cache_gib,
             takes_turns=self.config.resources.take_turns,
-            works_beside=not self.config.resources.take_turns and (rounds.staleness > 0 or rounds.shards > 1),
+            works_beside=self.config.rounds.staleness > 0,
         )
+
+    @property
+    def has_devices_for_both(self) -> bool:
+        """Whether neither generator nor trainer is slower while the other works: GPUs or cores of its own for each."""
+        generator, trainer = self.config.resources.generator, self.config.resources.trainer
+        if self.config.resources.take_turns or generator.gpus:
+            return not self.config.resources.take_turns
+        threads = generator.engines * generator.threads + trainer.ranks * trainer.threads
+        return threads <= len(os.sched_getaffinity(0))
 
     def make_room_for(self, spec: PoolSpec, *, on_progress: OnProgress) -> None:
         """Where workers take turns, have all others leave the devices."""

@@ -5,6 +5,7 @@ The workers are real processes that serve real pipes; only the stages are toys.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     real = worker.ChildProcess
     monkeypatch.setattr(worker, "ChildProcess", lambda argv, **more: real(toy_command(argv), **more))
     rounds = {"rounds.prompts_per_round": FILES * 2, "rounds.prompts_per_shard": 2}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     config = load_config("configs/quickstart.yaml", overrides={"store": str(tmp_path / "store"), **rounds})
     with Run(config, display=Lines()) as run:
         yield run
@@ -173,18 +175,19 @@ def test_a_shard_that_is_not_what_its_mark_says_is_waited_for(run: Run, sampling
     assert worked_on(jobs["only"]) == [["0", "1", "2"]]
 
 
-def test_nothing_is_worked_on_ahead_in_a_replay_or_where_one_file_is_all(tmp_path: Path) -> None:
-    for replay, size in ((True, 2), (False, 6)):
-        overrides: dict[str, Any] = {"store": str(tmp_path / "store"), "rounds.prompts_per_round": 6}
-        config = load_config("configs/quickstart.yaml", overrides={**overrides, "rounds.prompts_per_shard": size})
-        with Run(config, display=Lines(), replay=replay) as run:
-            ref = ArtifactRef(stage="toy", fingerprint="0" * 32)
-            data = Outcome("data", ref, metrics={}, seconds=1.0, reused=False, path=run.store, costs=Costs(1.0))
-            asked = rollouts_job(
-                run, data=data, policy=ref, purpose="training", split="train", num_prompts=6, group_size=1
-            )
-            work_ahead(run, asked, toys(run, "only"), until=Future())
-        assert not (tmp_path / "store" / "attempts").exists()
+@pytest.mark.parametrize("why", ["a replay", "one shard", "the same cores", "the same GPU"])
+def test_where_nothing_is_worked_on_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3 if why == "the same cores" else 4))
+    overrides: dict[str, Any] = {"store": str(tmp_path / "store"), "rounds.prompts_per_round": 6}
+    overrides["rounds.prompts_per_shard"] = 6 if why == "one shard" else 2
+    overrides["resources.take_turns"] = why == "the same GPU"
+    config = load_config("configs/quickstart.yaml", overrides=overrides)
+    with Run(config, display=Lines(), replay=why == "a replay") as run:
+        ref = ArtifactRef(stage="toy", fingerprint="0" * 32)
+        data = Outcome("data", ref, metrics={}, seconds=1.0, reused=False, path=run.store, costs=Costs(1.0))
+        asked = rollouts_job(run, data=data, policy=ref, purpose="training", split="train", num_prompts=6, group_size=1)
+        work_ahead(run, asked, toys(run, "only"), until=Future())
+    assert not (tmp_path / "store" / "attempts").exists()
 
 
 def test_where_the_rollouts_are_kept_ones_nothing_is_looked_for_under_the_jobs_own_name(
