@@ -123,6 +123,19 @@ def test_gc_frees_by_the_rule_and_leaves_a_live_run_alone(tmp_path: Path, capsys
     assert main(["gc", "--store", str(tmp_path / "none")]) == 2
 
 
+def test_gc_leaves_what_a_live_run_has_begun_and_will_come_back_to(tmp_path: Path) -> None:
+    """Nobody holds its lease just then: the rest of it is done once all its rollouts are there."""
+    rounds(tmp_path, "a", 1)
+    job = Update(store=tmp_path, seed=2, round_index=9)
+    begun = store.new_attempt(job)
+    write_json(layout.run_job(layout.run_directory(tmp_path, "a"), "round-009-update_policy"), job.document())
+    with Lease(layout.run_directory(tmp_path, "a") / "lease", what="run a"):
+        assert main(["gc", "--store", str(tmp_path)]) == 0
+        assert begun.exists()
+    assert main(["gc", "--store", str(tmp_path)]) == 0
+    assert not begun.exists()
+
+
 def test_verify_walks_back_and_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = rounds(tmp_path, "a", 1)
     path = next(iter(known)).path(tmp_path)
