@@ -76,7 +76,7 @@ def main() -> int:
         seeds=[SEED],
         shape=shape.model_dump(),
         asked={k: v for k, v in vars(asked).items() if not isinstance(v, Path)},
-        limits=vars(limits),
+        limits_before=vars(limits),
         **figures,
         peak_gpu_bytes=memory.most_bytes or None,
         goals={"decode_share_of_roofline": 0.5, "update_mfu": 0.3},
@@ -116,7 +116,7 @@ def _asked() -> argparse.Namespace:
 
 
 def _limits(device: str, dtype: str) -> Limits:
-    """Measured in a process of its own, so that nothing of it stays on the device."""
+    """For the record, in a process of its own; shares are of what each worker measured after its first job."""
     command = [sys.executable, "-m", "bench.device_limits", device, dtype]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     return Limits(bytes_per_second=float(found[-2]), flops_per_second=float(found[-1]))

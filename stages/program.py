@@ -50,7 +50,7 @@ class Context:
     out: the attempt's directory, where it writes. live: objects that stay in memory between jobs, keyed by the
     fingerprint of the state they hold. takes_turns: whether they must leave the device between jobs. rank, world_size:
     of this process among those that run the job. shard: the only one of its rollouts to work on, or None: all. tokens,
-    wasted_tokens, flops: what models computed for it.
+    wasted_tokens, flops: what models computed for it. decoding: what was sampled for it.
     """
 
     out: Path

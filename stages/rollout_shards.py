@@ -86,7 +86,6 @@ def by_shard(
     stand_alone = context.shard is not None or len(shards) > 1
     earlier, ranks = earlier_attempts(context.out), job.compute.ranks
     seen: set[Key] = set()
-    others = content_of_inputs(job, besides=rollouts)
     for shard in shards:
         keyed = shard.rows()
         if keyed is None and context.shard is not None:
@@ -97,7 +96,7 @@ def by_shard(
             raise InputError(f"{shard.places[0]}: row {min(twice)} occurs twice; expected each rollout in one file")
         seen |= keyed.keys()
         rows = list(keyed.values())
-        made_from = digest_bytes(canonical_json([shard.sha256, others]))
+        made_from = digest_of_inputs(job, rollouts, shard)
         paths = [layout.shard(context.out, kind, shard.index * ranks + rank) for rank in range(ranks)]
         own = paths[context.rank]
         if all(find_sealed(path.name, attempts=earlier, made_from=made_from) for path in paths):
@@ -116,6 +115,11 @@ def by_shard(
         context.add_count(before)
         context.add_count(figures)
         yield rows, results
+
+
+def digest_of_inputs(job: Job, rollouts: ArtifactRef, shard: RolloutShard) -> str:
+    """One digest over what a job makes of a shard is made from: the shard, and what the job's other inputs hold."""
+    return digest_bytes(canonical_json([shard.sha256, content_of_inputs(job, besides=rollouts)]))
 
 
 def shards_of(store: Path, rollouts: ArtifactRef) -> list[RolloutShard]:

@@ -218,9 +218,11 @@ class Run:
     @property
     def has_devices_for_both(self) -> bool:
         """Whether neither generator nor trainer is slower while the other works: GPUs or cores of its own for each."""
+        if self.config.resources.take_turns:
+            return False
         generator, trainer = self.config.resources.generator, self.config.resources.trainer
-        if self.config.resources.take_turns or generator.gpus:
-            return not self.config.resources.take_turns
+        if generator.gpus:
+            return True
         threads = generator.engines * generator.threads + trainer.ranks * trainer.threads
         return threads <= len(os.sched_getaffinity(0))
 

@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from configs.models import Lora, ModelConfig, Optimizer
 from configs.resources import TrainerResources
-from stages.artifacts.durable import canonical_json, digest_bytes
 from stages.artifacts.errors import GateError, InputError
-from stages.artifacts.manifest import content_of_inputs
 from stages.artifacts.model_directory import SCALAR_HEAD
 from stages.artifacts.reference import ArtifactRef
 from stages.artifacts.seals import find_sealed
@@ -28,7 +26,7 @@ from stages.models.batches import Cost, Microbatch, TokenBatch, microbatches
 from stages.models.language import TokenLogprobs, base_model, export_policy, load_policy
 from stages.models.scalar import load_scalar_model, require_same_head, score_sequences
 from stages.program import Context
-from stages.rollout_shards import RolloutShard, shards_of
+from stages.rollout_shards import digest_of_inputs, shards_of
 from stages.update_policy.job import TrainerState
 from tests.integration.stores import GRPO, PPO, House, Row, base, settings
 from tests.unit.stage_artifacts import commit_files, run_stage
@@ -385,14 +383,10 @@ def test_what_a_gate_refused_is_computed_anew(house: House, policy: ArtifactRef)
     ahead, attempt = new_attempt(looked), new_attempt(looked)
     (shard, *_) = shards_of(looked.store, written["rollouts"])
     run(looked, Context(out=ahead, shard=shard))
-    assert find_sealed("logprobs-00000.arrow", attempts=[ahead], made_from=made_from(looked, shard)) is not None
+    made_from = digest_of_inputs(looked, written["rollouts"], shard)
+    assert find_sealed("logprobs-00000.arrow", attempts=[ahead], made_from=made_from) is not None
     with pytest.raises(GateError, match="generator and trainer disagree"):
         run(looked, Context(out=attempt))
     assert (attempt / "logprobs-00000.arrow").samefile(ahead / "logprobs-00000.arrow"), "it had been adopted"
     for each in (ahead, attempt):
-        assert find_sealed("logprobs-00000.arrow", attempts=[each], made_from=made_from(looked, shard)) is None
-
-
-def made_from(job: Job, shard: RolloutShard) -> str:
-    others = content_of_inputs(job, besides=job.inputs.rollouts)  # type: ignore[attr-defined]
-    return digest_bytes(canonical_json([shard.sha256, others]))
+        assert find_sealed("logprobs-00000.arrow", attempts=[each], made_from=made_from) is None

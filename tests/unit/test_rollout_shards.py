@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from configs.rewards import FunctionSource, RewardModelSource, VerifierSource
 from stages.artifacts import layout
-from stages.artifacts.durable import canonical_json, digest_bytes, digest_file, read_json, write_json
+from stages.artifacts.durable import digest_file, read_json, write_json
 from stages.artifacts.errors import DamagedArtifact, GateError, InputError, TransientError
-from stages.artifacts.manifest import Manifest, content_of_inputs
+from stages.artifacts.manifest import Manifest
 from stages.artifacts.schemas import REWARDS, ROLLOUTS
 from stages.artifacts.seals import find_sealed
 from stages.artifacts.shards import write_table
 from stages.artifacts.store import commit, new_attempt
 from stages.job import Compute, Job
 from stages.program import Context
-from stages.rollout_shards import RolloutShard, by_shard, shards_of
+from stages.rollout_shards import RolloutShard, by_shard, digest_of_inputs, shards_of
 from stages.score_rollouts.job import Inputs, Parameters, ScoreRollouts
 from stages.score_rollouts.run import run
 from tests.unit.stage_artifacts import Row, commit_rollouts, rollout
@@ -101,15 +101,19 @@ def test_what_was_made_with_another_reward_model_is_made_again(tmp_path: Path) -
     reward_model = job.inputs.reward_model
     assert reward_model is not None
     shard = shards_of(tmp_path, job.inputs.rollouts)[0]
-    run(job, Context(out=new_attempt(job), shard=shard))
+    ahead = new_attempt(job)
+    run(job, Context(out=ahead, shard=shard))
+
+    def found() -> bool:
+        made_from = digest_of_inputs(job, job.inputs.rollouts, shard)
+        return find_sealed("rewards-00000.arrow", attempts=[ahead], made_from=made_from) is not None
+
+    assert found()
     document = reward_model.path(tmp_path) / layout.MANIFEST
     manifest = read_json(document)
     manifest["files"]["reward_model.json"]["sha256"] = "0" * 64
     write_json(document, Manifest.model_validate(manifest).signed().model_dump(mode="json"))
-    earlier = [path for path in new_attempt(job).parent.iterdir() if path.name.isdigit()]
-    others = content_of_inputs(job, besides=job.inputs.rollouts)
-    made_from = digest_bytes(canonical_json([shard.sha256, others]))
-    assert find_sealed("rewards-00000.arrow", attempts=earlier, made_from=made_from) is None
+    assert not found()
 
 
 def test_rollouts_that_were_committed_meanwhile_are_found_where_they_are_now(tmp_path: Path) -> None:
