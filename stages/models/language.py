@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from configs.models import FromScratch, ModelConfig, Pretrained
 from stages.artifacts.errors import InputError
 from stages.artifacts.model_directory import refuse_unsafe_model, safe_model
-from stages.models.packing import Packed, hidden_states, use_packing
+from stages.models.attention import hidden_states, use_packing
+from stages.models.packing import Packed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOGITS = 2**26

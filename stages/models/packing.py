@@ -1,23 +1,19 @@
-"""Sequences laid end to end without padding, and the attention that keeps them apart.
+"""Sequences laid end to end without padding, and which of them attend to which. Knows no model.
 
 Rows that begin with the same prompt share its tokens: they are computed once, and every completion attends to them.
-Everything but attention sees one long row; attention sees blocks of similar shape. Exact, on every device.
+Everything but attention sees one long row; attention sees spans, each with the keys before it, either in blocks of
+similar shape or one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import accumulate, chain
 
 import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
 
-from stages.artifacts.errors import InputError
-
-NAME = "ratchet_packed"
 _WASTE = 1.25
 _SMALL_CELLS = 16_384
 
@@ -71,18 +67,62 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """All spans, in blocks. inverse_N: each token's place among the blocks' queries, one block after the other."""
+
+    blocks: tuple[Block, ...]
+    inverse_N: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """All spans one after the other, as kernels for variable lengths take them. Queries are the tokens as they lie.
+
+    key_K: the places of the keys, a shared prefix again for each span. query_starts, key_starts: [spans + 1], int32,
+    where each span's queries and keys begin and the last ones end. most_queries, most_keys: of one span.
+    """
+
+    key_K: torch.Tensor
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True)
 class Packed:
     """N tokens of many rows, each computed once.
 
-    input_ids_N, positions_N: token ids and their positions in their rows; long. blocks: what attends to what.
-    inverse_N: each token's place among the blocks' queries, one block after the other. places: one per row.
+    input_ids_N, positions_N: token ids and their positions in their rows; long. spans: what attends together: the
+    places before, all of which are seen, and a span's own, of which those up to each token; in the order of the
+    tokens, each in one span. places: one per row.
     """
 
     input_ids_N: torch.Tensor
     positions_N: torch.Tensor
-    blocks: tuple[Block, ...]
-    inverse_N: torch.Tensor
+    spans: tuple[tuple[range, range], ...]
     places: tuple[Place, ...]
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The spans gathered into blocks, on the device of the tokens."""
+        device = self.input_ids_N.device
+        blocks, order = _blocks(self.spans)
+        inverse = torch.empty(len(self.input_ids_N), dtype=torch.long)
+        where = torch.tensor(order, dtype=torch.long)
+        inverse[where[where >= 0]] = torch.arange(len(order))[where >= 0]
+        return Blocks(tuple(_block(block, device) for block in blocks), inverse.to(device))
+
+    @cached_property
+    def ragged(self) -> Ragged:
+        """The spans one after the other, on the device of the tokens."""
+        device = self.input_ids_N.device
+        queries = [len(own) for _, own in self.spans]
+        keys = [len(before) + len(own) for before, own in self.spans]
+        starts = (torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
+        query_starts, key_starts = (each.to(device) for each in starts)
+        places = torch.tensor(list(chain.from_iterable((*before, *own) for before, own in self.spans)))
+        return Ragged(places.to(device), query_starts, key_starts, max(queries), max(keys))
 
 
 def pack(rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, device: torch.device) -> Packed:
@@ -106,15 +146,10 @@ def pack(rows: Sequence[tuple[Sequence[int], Sequence[int]]], *, device: torch.d
             spans.append((before, range(len(ids), len(ids) + len(rest))))
         ids.extend(rest)
         positions.extend(range(len(key), len(key) + len(rest)))
-    blocks, order = _blocks(spans)
-    inverse = torch.empty(len(ids), dtype=torch.long)
-    where = torch.tensor(order, dtype=torch.long)
-    inverse[where[where >= 0]] = torch.arange(len(order))[where >= 0]
     return Packed(
         input_ids_N=torch.tensor(ids, dtype=torch.long).to(device),
         positions_N=torch.tensor(positions, dtype=torch.long).to(device),
-        blocks=tuple(_block(block, device) for block in blocks),
-        inverse_N=inverse.to(device),
+        spans=tuple(spans),
         places=tuple(places),
     )
 
@@ -154,70 +189,3 @@ def _block(spans: Sequence[tuple[range, range]], device: torch.device) -> Block:
         lengths_S=torch.tensor([len(before) + len(own) for before, own in spans]).to(device),
         past_S=torch.tensor([len(before) for before, _ in spans]).to(device),
     )
-
-
-def packed_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    packing: Packed | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention inside the rows of `packing`, in the form that transformers calls: [1, heads, N, width] each.
-
-    Returns [1, N, heads, width]. Raises InputError for a family of models whose attention needs more than this.
-    """
-    unknown = sorted(k for k in ("softcap", "s_aux", "position_bias") if others.get(k) is not None)
-    if packing is None or unknown:
-        needs = f"it uses {', '.join(unknown)}" if unknown else "it does not hand its arguments on to attention"
-        raise InputError(f"{type(module).__name__}: expected plain causal attention, found that {needs}")
-    query_NHW, key_NHW, value_NHW = (x[0].transpose(0, 1) for x in (query, key, value))
-    grouped = query_NHW.shape[1] != key_NHW.shape[1]
-    outputs = []
-    for block in packing.blocks:
-        out_SHQW = scaled_dot_product_attention(
-            _gather(query_NHW, block.query_SQ),
-            _gather(key_NHW, block.key_SK),
-            _gather(value_NHW, block.key_SK),
-            attn_mask=block.mask(sliding_window),
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=grouped,
-        )
-        outputs.append(out_SHQW.transpose(1, 2).flatten(0, 1))
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, packing.inverse_N).unsqueeze(0), None
-
-
-def _gather(x_NHW: torch.Tensor, places_SL: torch.Tensor) -> torch.Tensor:
-    """[N, heads, width], [S, L] -> [S, heads, L, width]."""
-    picked = x_NHW.index_select(0, places_SL.flatten())
-    return picked.view(*places_SL.shape, *x_NHW.shape[1:]).transpose(1, 2)
-
-
-def hidden_states(decoder: nn.Module, packed: Packed) -> torch.Tensor:
-    """The last hidden state of every token: [N, hidden]. `decoder` comes from a model that use_packing() was given."""
-    output = decoder(
-        input_ids=packed.input_ids_N.unsqueeze(0),
-        position_ids=packed.positions_N.unsqueeze(0),
-        use_cache=False,
-        packing=packed,
-    )
-    hidden_ND: torch.Tensor = output.last_hidden_state[0]
-    return hidden_ND
-
-
-def use_packing(model: PreTrainedModel) -> None:
-    """Let `model` compute its attention by packed_attention, and only so. Raises InputError where it cannot."""
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
-        raise InputError(f"{type(model).__name__}: expected a family that takes an attention function, found one fixed")
-
-
-AttentionInterface.register(NAME, packed_attention)

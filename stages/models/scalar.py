@@ -18,9 +18,10 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from stages.artifacts.durable import digest_bytes
 from stages.artifacts.errors import GateError, InputError
 from stages.artifacts.model_directory import SCALAR_HEAD, refuse_unsafe_model
+from stages.models.attention import hidden_states, use_packing
 from stages.models.batches import Cost
 from stages.models.language import DTYPES
-from stages.models.packing import Packed, hidden_states, pack, use_packing
+from stages.models.packing import Packed, pack
 from stages.models.work import FORWARD, Count, deal
 
 _HEADS = (SCALAR_HEAD, "lm_head.weight")

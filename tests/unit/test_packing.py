@@ -115,7 +115,7 @@ def test_ragged_rows_waste_little_attention() -> None:
     """Lengths with a heavy tail: blocks hold at most a third more cells than there are."""
     generator = random.Random(0)
     rows = [([1] * 20, [2] * min(256, int(16 * generator.paretovariate(1.0)))) for _ in range(256)]
-    blocks = pack(rows, device=CPU).blocks
+    blocks = pack(rows, device=CPU).blocks.blocks
     cells = sum(block.query_SQ.numel() * block.key_SK.shape[1] for block in blocks)
     real = sum(len(c) * (len(p) + len(c)) for p, c in rows) + 20 * 20
     assert cells < 1.34 * real
