@@ -20,7 +20,12 @@ from stages.artifacts.errors import InputError
 from stages.models.packing import Packed, pack
 
 NAME = "ratchet_packed"
-_CHECKED_ROWS = (([1, 2, 3], [4]), ([1, 2, 3], [5] * 40), ([], [6] * 17), ([7], [8] * 5))
+_CHECKED_ROWS: tuple[tuple[list[int], list[int]], ...] = (
+    ([1, 2, 3], [4]),
+    ([1, 2, 3], [5] * 40),
+    ([], [6] * 17),
+    ([7], [8] * 5),
+)
 _CHECKED_WINDOW = 8
 _AGREES_TO = 0.05
 
@@ -94,7 +99,7 @@ def by_varlen(
     A span's queries are the last of its keys, which is how the kernel reads a causal mask over fewer queries than keys.
     """
     ragged = packing.ragged
-    out_NHW: torch.Tensor = varlen_attn(
+    out_NHW = varlen_attn(
         query_NHW.contiguous(),
         key_NHW.index_select(0, ragged.key_K),
         value_NHW.index_select(0, ragged.key_K),
@@ -106,6 +111,7 @@ def by_varlen(
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query_NHW.shape[1] != key_NHW.shape[1],
     )
+    assert isinstance(out_NHW, torch.Tensor)  # nothing beside it was asked for
     return out_NHW
 
 
@@ -131,10 +137,10 @@ def _require_the_same(dtype: torch.dtype, device: torch.device, heads: tuple[int
     generator = torch.Generator().manual_seed(0)
     queries, keys, width = heads
     shapes = [(len(packing.positions_N), count, width) for count in (queries, keys, keys)]
-    inputs = [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
+    query, key, value = (torch.randn(x, generator=generator).to(device, dtype).requires_grad_() for x in shapes)
     for window in (None, _CHECKED_WINDOW):
-        outputs = [run(*inputs, packing, None, window) for run in (by_blocks, by_varlen)]
-        gradients = [torch.autograd.grad(output.square().sum(), inputs) for output in outputs]
+        outputs = [run(query, key, value, packing, None, window) for run in (by_blocks, by_varlen)]
+        gradients = [torch.autograd.grad(output.square().sum(), (query, key, value)) for output in outputs]
         torch.testing.assert_close(outputs[1], outputs[0], rtol=_AGREES_TO, atol=_AGREES_TO)
         torch.testing.assert_close(gradients[1], gradients[0], rtol=_AGREES_TO, atol=_AGREES_TO)
 
