@@ -40,7 +40,7 @@ test: setup ## every test, the real engines included, and coverage of at least 8
 	@home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT
 	export PREFECT_HOME=$$home COVERAGE_FILE=$(CURDIR)/.coverage
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadfile --durations 20 $(ARGS)
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40 $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 

@@ -1,6 +1,6 @@
 """Which devices do the work and how it is laid out on them. Starts nothing."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -39,7 +39,15 @@ class GeneratorResources(Frozen):
     gpu_memory_utilization: float = Field(default=0.85, gt=0.0, le=0.98)
     kv_cache_gib: int = Field(default=1, ge=1, description="key-value cache on CPU")
     max_concurrent: int = Field(default=512, ge=1, description="sequences in flight per engine")
-    eager: bool = Field(default=True, description="no CUDA graphs and no torch.compile")
+    eager: bool = Field(default=True, description="no CUDA graphs, no torch.compile; with gpus, false by itself")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _graphs_on_gpus(cls, given: Any) -> Any:
+        """A short run on CPU ends before compiling has paid; without graphs a GPU waits for launches."""
+        if isinstance(given, dict) and given.get("gpus") and "eager" not in given:
+            return {**given, "eager": False}
+        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> "GeneratorResources":

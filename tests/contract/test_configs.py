@@ -137,6 +137,14 @@ def test_last_override_wins_and_null_is_none(small: Path) -> None:
     assert config.seed == 2 and config.model.lora is None
 
 
+def test_an_engine_on_a_gpu_uses_graphs_unless_told_otherwise(small: Path) -> None:
+    def is_eager(*overrides: str) -> bool:
+        return load_config(small, overrides=list(overrides)).resources.generator.eager
+
+    on_gpu = "resources.generator.gpus=[0]"
+    assert is_eager() and not is_eager(on_gpu) and is_eager(on_gpu, "resources.generator.eager=true")
+
+
 def test_an_override_leaves_the_file_alone(small: Path) -> None:
     before = load_config(small)
     load_config(small, overrides=["seed=99"])
