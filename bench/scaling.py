@@ -1,7 +1,8 @@
 """`python -m bench.scaling --axis prompts`: what a round costs as prompts, rounds, the model, ranks or engines grow.
 
-Each point is a run of our flow from a policy_0 of its own shape. The points are run in turns, again and again, so that
-a change of the machine is spread over all of them.
+Also what waiting costs: for the longest completions (`--axis tail`), or for the policy (`--axis staleness`). Each point
+is a run of our flow from policy_0, which has a shape of its own where the axis is of shapes. The points are run in
+turns, so that a change of the machine is spread over all of them.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from configs.load import load_config
 
 @dataclass(frozen=True)
 class Axis:
-    """What grows. points: overrides of the configuration, by the name of the point. rounds: of each run."""
+    """What grows. points: overrides of the configuration, by the name of the point. rounds: of each run.
+
+    shares_policy_0: whether all points begin from the same one.
+    """
 
     points: Mapping[str, tuple[str, ...]]
     rounds: int = 6
+    shares_policy_0: bool = True
 
 
 def _model(hidden: int, layers: int, mlp: int) -> tuple[str, ...]:
@@ -45,10 +50,16 @@ AXES = {
             "1.4M": _model(192, 3, 512),
             "5M": _model(256, 6, 704),
             "14M": _model(384, 8, 1024),
-        }
+        },
+        shares_policy_0=False,
     ),
-    "ranks": Axis({str(n): (f"resources.trainer.ranks={n}", "resources.trainer.threads=1") for n in (1, 2)}),
+    "ranks": Axis(
+        {str(n): (f"resources.trainer.ranks={n}", "resources.trainer.threads=1") for n in (1, 2)},
+        shares_policy_0=False,
+    ),
     "engines": Axis({str(n): (f"resources.generator.engines={n}", "resources.generator.threads=1") for n in (1, 2)}),
+    "tail": Axis({str(share): (f"sampling.finish_fraction={share}",) for share in (1.0, 0.95, 0.9, 0.8)}),
+    "staleness": Axis({str(n): (f"rounds.staleness={n}",) for n in (0, 1)}, rounds=10),
 }
 
 
@@ -78,7 +89,9 @@ def main() -> int:
     for turn in range(asked.repetitions):
         for point in points if turn % 2 == 0 else reversed(points):
             overrides = (*asked.overrides, *axis.points[point], *extra)
-            runs[point].append(_measure(FlowRun(asked.config, overrides, scratch), scratch, point, turn))
+            policy_0 = scratch / ("policy-0" if axis.shares_policy_0 else f"policy-0-{point}")
+            run = FlowRun(asked.config, overrides, scratch)
+            runs[point].append(_measure(run, policy_0, scratch / f"{point}-{turn}"))
             print(f"{asked.axis} {point}: {shown(runs[point][-1]['round_seconds_median'], digits=3)} s", flush=True)
         medians = {point: _medians(found) for point, found in runs.items() if found}
         write_result(
@@ -94,10 +107,9 @@ def main() -> int:
     return 0
 
 
-def _measure(run: FlowRun, scratch: Path, point: str, turn: int) -> dict[str, Any]:
+def _measure(run: FlowRun, policy_0: Path, store: Path) -> dict[str, Any]:
     """One run: its rounds after the first, its stages' seconds, its speed and its memory."""
-    store = scratch / f"{point}-{turn}"
-    watched = run.from_policy_0(run.until_sft(scratch / f"policy-0-{point}"), store)
+    watched = run.from_policy_0(run.until_sft(policy_0), store)
     stages = stage_times(store)
     ends = round_ends(stages)
     seconds = [later - sooner for sooner, later in pairwise(ends)]
