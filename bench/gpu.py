@@ -104,7 +104,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--concurrent", type=int, default=2048, help="sequences in flight")
     parser.add_argument("--microbatch-tokens", type=int, default=16_384)
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
-    parser.add_argument("--compile", action="store_true", help="vLLM's graphs instead of eager")
+    parser.add_argument("--eager", action="store_true", help="without vLLM's graphs")
     parser.add_argument("--gpu-memory", type=float, default=0.8, help="vLLM's share while it is awake")
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--scratch", type=Path)

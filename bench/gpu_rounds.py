@@ -145,7 +145,7 @@ def _sample(
             gpus=house.gpus,
             threads=asked.threads,
             max_concurrent=asked.concurrent,
-            eager=not asked.compile,
+            eager=asked.eager,
             gpu_memory_utilization=asked.gpu_memory,
         ),
     )

@@ -57,7 +57,12 @@ AXES = {
         {str(n): (f"resources.trainer.ranks={n}", "resources.trainer.threads=1") for n in (1, 2)},
         shares_policy_0=False,
     ),
-    "engines": Axis({str(n): (f"resources.generator.engines={n}", "resources.generator.threads=1") for n in (1, 2)}),
+    "engines": Axis(
+        {
+            str(n): (f"resources.generator.engines={n}", "resources.generator.threads=1", "rounds.prompts_per_shard=16")
+            for n in (1, 2)
+        }
+    ),
     "tail": Axis({str(share): (f"sampling.finish_fraction={share}",) for share in (1.0, 0.95, 0.9, 0.8)}),
     "staleness": Axis({str(n): (f"rounds.staleness={n}",) for n in (0, 1)}, rounds=10),
 }

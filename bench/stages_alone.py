@@ -53,12 +53,13 @@ class House:
         metrics = pool.run(path, attempt, on_progress=_silent)
         worked = time.monotonic()
         store.commit(job, attempt, metrics=metrics, wall_seconds=worked - rested)
+        started = pool.waited_seconds + pool.models_seconds
         row = {
             "stage": job.STAGE,
             "round_index": round_index,
             "rest_seconds": rested - began,
-            "start_seconds": pool.waited_seconds,
-            "work_seconds": worked - rested - pool.waited_seconds,
+            "start_seconds": started,
+            "work_seconds": worked - rested - started,
             "commit_seconds": time.monotonic() - worked,
             "tokens": metrics.get("generated_tokens", metrics.get("computed_tokens", 0.0)),
             "model_flops": metrics.get("model_flops", 0.0),
@@ -66,7 +67,8 @@ class House:
         }
         self.rows.append(row)
         print(
-            f"{round_index:>3} {job.STAGE:<22} {row['work_seconds']:9.2f} s, rest {row['rest_seconds']:.2f} s",
+            f"{round_index:>3} {job.STAGE:<22} {row['work_seconds']:9.2f} s, rest {row['rest_seconds']:.2f} s, "
+            f"start or wake {started:.2f} s",
             flush=True,
         )
         return job.ref

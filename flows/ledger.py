@@ -6,7 +6,7 @@ They grow by what is new: a round costs the same to write down whether it is the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from stages.artifacts.shards import read_rows, write_batches
 from tasks.run import Outcome, Run
 
 Row = dict[str, Any]
-_WIDTHS = (38, 5, 8, 8, 8, 8, 8, 8, 10, 8, 8)
+_WIDTHS = (34, 5, 7, 7, 7, 7, 7, 7, 9, 8, 8, 7, 7)
 _NAMES = (
     *("seconds of", "times", "all", "waiting", "start", "work", "commit", "ahead"),
-    *("tokens/s", "GFLOP/s", "of limit"),
+    *("tokens/s", "GFLOP/s", "of limit", "padding", "MB"),
 )
 
 
@@ -97,12 +97,8 @@ class Ledger:
     def of_round(self, round_index: int) -> dict[str, float]:
         """What the stages of a round cost in this start, by `cost/<stage>/<column>`."""
         recent = takewhile(lambda row: row["round_index"] >= round_index - 1, reversed(self.rows))
-        found: dict[str, float] = defaultdict(float)
-        for row in recent:
-            if row["round_index"] == round_index:
-                for name in row.keys() - {"round_index", "stage"}:
-                    found[f"cost/{_kind(row['stage'])}/{name}"] += row[name]
-        return dict(found)
+        kinds = _by_kind(row for row in recent if row["round_index"] == round_index)
+        return {f"cost/{kind}/{name}": value for kind, rows in kinds.items() for name, value in _total(rows).items()}
 
 
 def _whole_rows(directory: Path) -> list[Row]:
@@ -129,6 +125,7 @@ def cost_row(outcome: Outcome) -> Row:
     costs, metrics = outcome.costs, outcome.metrics
     tokens = 0.0 if outcome.reused else metrics.get("generated_tokens", metrics.get("computed_tokens", 0.0))
     operations = 0.0 if outcome.reused else metrics.get("model_flops", 0.0)
+    worked = costs.work_seconds + costs.ahead_seconds
     return {
         "round_index": layout.round_of(outcome.label),
         "stage": outcome.label,
@@ -143,6 +140,8 @@ def cost_row(outcome: Outcome) -> Row:
         "padding_fraction": metrics.get("padding_fraction", 0.0),
         "model_flops": operations,
         "least_seconds": costs.least_seconds,
+        "tokens_per_second": tokens / worked if worked else 0.0,
+        "limit_share": costs.least_seconds / worked if worked else 0.0,
     }
 
 
@@ -150,34 +149,46 @@ def summary_table(rows: Sequence[Row]) -> list[str]:
     """Where the time went, by kind of stage, the dearest first, as a person reads it. Nothing where nothing ran.
 
     of limit: the least time in which the devices could have done it, by what they copy and multiply per second, as a
-    share of the time that it took, where that least time is known.
+    share of the time that it took, where that least time is known. padding: of the tokens that models computed. MB: of
+    artifacts.
     """
-    kinds: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["work_seconds"] > 0:
-            kinds[_kind(row["stage"])].append(row)
+    kinds = _by_kind(row for row in rows if row["work_seconds"] > 0)
     if not kinds:
         return []
+    totals = {kind: _total(group) for kind, group in kinds.items()}
     lines = [_line(_NAMES)]
-    for kind, group in sorted(
-        kinds.items(), key=lambda item: -sum(row["seconds"] + row["ahead_seconds"] for row in item[1])
-    ):
-        total = {name: sum(row[name] for row in group) for name in group[0] if name != "stage"}
+    for kind, total in sorted(totals.items(), key=lambda item: -item[1]["seconds"] - item[1]["ahead_seconds"]):
         spans = [total[f"{name}seconds"] for name in ("", "waiting_", "start_", "work_", "commit_", "ahead_")]
-        worked = total["work_seconds"] + total["ahead_seconds"]
-        rates = [total["tokens"] / worked, total["model_flops"] / worked / 1e9]
-        shown = [f"{span:.2f}" for span in spans] + [f"{rates[0]:.0f}", f"{rates[1]:.1f}"]
-        shown[-2:] = [cell if rate else "-" for cell, rate in zip(shown[-2:], rates, strict=True)]
-        known = [row for row in group if row["least_seconds"]]
-        spent = sum(row["work_seconds"] + row["ahead_seconds"] for row in known)
-        shown.append(f"{sum(row['least_seconds'] for row in known) / spent:.0%}" if known else "-")
-        lines.append(_line((kind, str(len(group)), *shown)))
+        operations = total["model_flops"] / (total["work_seconds"] + total["ahead_seconds"])
+        shown = [f"{span:.2f}" for span in spans]
+        shown.append(f"{total['tokens_per_second']:.0f}" if total["tokens"] else "-")
+        shown.append(f"{operations / 1e9:.1f}" if operations else "-")
+        shown.append(f"{total['limit_share']:.0%}" if total["limit_share"] else "-")
+        shown.append(f"{total['padding_fraction']:.1%}" if operations else "-")
+        shown.append(f"{total['bytes'] / 1e6:.1f}")
+        lines.append(_line((kind, str(len(kinds[kind])), *shown)))
     return lines
 
 
-def _kind(label: str) -> str:
-    """`round-003-update_policy` and `after-003-...` without the number: the same stage, round after round."""
-    return "-".join(part for part in label.split("-") if not part.isdigit())
+def _by_kind(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Rows of `round-003-update_policy`, `after-003-...` and so on without the number: the same stage, every round."""
+    kinds: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        kinds["-".join(part for part in row["stage"].split("-") if not part.isdigit())].append(row)
+    return kinds
+
+
+def _total(rows: Sequence[Row]) -> dict[str, float]:
+    """Rows of one stage as one: sums; rates and shares of all that they are of."""
+    found = {name: float(sum(row[name] for row in rows)) for name in rows[0] if name not in ("round_index", "stage")}
+    worked = found["work_seconds"] + found["ahead_seconds"]
+    known = [row for row in rows if row["least_seconds"]]
+    spent = sum(row["work_seconds"] + row["ahead_seconds"] for row in known)
+    found["tokens_per_second"] = found["tokens"] / worked if worked else 0.0
+    found["limit_share"] = found["least_seconds"] / spent if known else 0.0
+    wasted = sum(row["padding_fraction"] * row["tokens"] for row in rows)
+    found["padding_fraction"] = wasted / found["tokens"] if found["tokens"] else 0.0
+    return found
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from pathlib import Path
 
 from configs.resources import Resources
+from configs.schema import RunConfig
 from stages.artifacts.errors import InputError
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -29,19 +31,27 @@ def check_machine(resources: Resources) -> None:
         raise InputError("\n".join(faults))
 
 
-def machine_warnings(resources: Resources) -> list[str]:
+def machine_warnings(config: RunConfig) -> list[str]:
     """What works, but not as was hoped."""
     cores = len(os.sched_getaffinity(0))
-    trainer, generator = resources.trainer, resources.generator
+    trainer, generator = config.resources.trainer, config.resources.generator
     asked = {
         "trainer: ranks x threads": trainer.ranks * trainer.threads,
         "generator: engines x threads": generator.engines * generator.threads,
     }
-    return [
+    warnings = [
         f"resources.{what} is {threads}, this machine has {cores} cores: expect it to be slow"
         for what, threads in asked.items()
         if threads > cores
     ]
+    rounds, engines = config.rounds, generator.engines
+    if rounds.shards < engines:
+        warnings.append(
+            f"rounds.prompts_per_shard is {rounds.prompts_per_shard}: a round's {rounds.prompts_per_round} prompts "
+            f"come in {rounds.shards}, too few for resources.generator.engines, {engines}; expected at most "
+            f"{math.ceil(rounds.prompts_per_round / engines)}, or engines will have nothing to do"
+        )
+    return warnings
 
 
 def _gpus() -> int | None:

@@ -129,7 +129,7 @@ def run_pipeline(
         if run.lease.fenced is not None:
             run.display.say(f"taken over from {run.lease.fenced}: it can commit nothing any more")
         begin(run, on_change=on_change)
-        for line in machine_warnings(config.resources):
+        for line in machine_warnings(config):
             run.display.say(line)
         rebuilds = 0
         while rebuilds < _REBUILDS:

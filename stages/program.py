@@ -13,7 +13,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -50,7 +51,8 @@ class Context:
     out: the attempt's directory, where it writes. live: objects that stay in memory between jobs, keyed by the
     fingerprint of the state they hold. takes_turns: whether they must leave the device between jobs. rank, world_size:
     of this process among those that run the job. shard: the only one of its rollouts to work on, or None: all. tokens,
-    wasted_tokens, flops: what models computed for it. decoding: what was sampled for it.
+    wasted_tokens, flops: what models computed for it. decoding: what was sampled for it. start_seconds:
+    spent in starting().
     """
 
     out: Path
@@ -64,6 +66,14 @@ class Context:
     wasted_tokens: int = 0
     flops: float = 0.0
     decoding: Decoding | None = None
+    start_seconds: float = 0.0
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """While an engine or a model that stays is made, loaded or woken: the ledger's start, not its work."""
+        began = time.monotonic()
+        yield
+        self.start_seconds += time.monotonic() - began
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Say that `done` of `total` units of work are finished: what the watchdog and the person both watch."""
@@ -143,8 +153,8 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
 
     Control lines: {"job": path, "out": path}, with "shard" to do that of it and no more; or {"rest": true}: leave the
     device until the next job. Reply lines: {"progress": [what, done, total]}, then one {"done": metrics, "least":
-    seconds that the work takes at least by the device's measured limits, 0 before they are measured} or {"error": kind,
-    "message": text, ...}.
+    seconds that the work takes at least by the device's measured limits, 0 before they are measured, "start":
+    seconds in which engines and models were made} or {"error": kind, "message": text, ...}.
     """
     rank = int(os.environ.get("RATCHET_ENGINE", os.environ.get("RANK", "0")))
     world_size = int(os.environ.get("RATCHET_ENGINES", os.environ.get("WORLD_SIZE", "1")))
@@ -179,13 +189,14 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
         )
         try:
             if at_rest:
-                turns.resume(live)
+                with context.starting():
+                    turns.resume(live)
                 at_rest = False
             with room_for(context.out):
                 job = load_job(Path(order["job"]))
                 metrics = execute(job, context)
             least = context.least_seconds(limits, ranks=job.compute.ranks) if limits is not None else 0.0
-            reply({"done": metrics, "least": least})
+            reply({"done": metrics, "least": least, "start": context.start_seconds})
             if limits is None and (context.flops or context.decoding is not None):
                 limits = _limits(job)
         except DamagedArtifact as error:

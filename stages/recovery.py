@@ -58,7 +58,13 @@ def resident_trainer(job: Job, settings: UpdateSettings, state: TrainerState, co
         trainer: Trainer = held[1]
         return trainer
     context.live.pop(_LIVE, None)
-    plan = plan_recovery(job, settings, state)
+    with context.starting():
+        trainer = _recovered(job, settings, plan_recovery(job, settings, state), context)
+    context.live[_LIVE] = (_key(settings, state), trainer)
+    return trainer
+
+
+def _recovered(job: Job, settings: UpdateSettings, plan: Recovery, context: Context) -> Trainer:
     context.progress("loading trainer", 0, 1 + len(plan.redo))
     trainer = Trainer(job, settings, plan.origin)
     if plan.snapshot is not None:
@@ -67,7 +73,6 @@ def resident_trainer(job: Job, settings: UpdateSettings, state: TrainerState, co
         context.progress("redoing updates", done, len(plan.redo))
         update(redo.job, trainer, replace(context))
         _require_the_committed_policy(redo, trainer, job, context)
-    context.live[_LIVE] = (_key(settings, state), trainer)
     return trainer
 
 

@@ -98,6 +98,7 @@ class WorkerPool:
         self.stall_seconds = stall_seconds
         self.start_seconds = 0.0
         self.waited_seconds = 0.0
+        self.models_seconds = 0.0
         self.least_seconds = 0.0
         self._workers: list[WorkerProcess] = []
         self._rendezvous: Rendezvous | None = None
@@ -180,6 +181,7 @@ class WorkerPool:
         except BaseException:
             self.kill()
             raise
+        self.models_seconds = max(result.get("start", 0.0) for result in results)
         self.least_seconds = max(result.get("least", 0.0) for result in results)
         shares = [result["done"] for result in results]
         if self.spec.kind == "generator":

@@ -215,10 +215,11 @@ def _make(run: Run, job: Job, *, label: str, lease: Lease) -> _Made:
         raise
     ended = time.monotonic()
     manifest = store.commit(job, attempt, metrics=metrics, wall_seconds=ended - started, leases=[lease, run.lease])
+    starting = pool.waited_seconds + pool.models_seconds
     return _Made(
         manifest,
-        start_seconds=pool.waited_seconds,
-        work_seconds=ended - started - pool.waited_seconds,
+        start_seconds=starting,
+        work_seconds=ended - started - starting,
         commit_seconds=time.monotonic() - ended,
         least_seconds=pool.least_seconds,
     )

@@ -48,7 +48,8 @@ class Display(Protocol):
 class Costs:
     """Where the wall time between the end of the stage before and the end of this one went.
 
-    start_seconds: until its workers were ready. work_seconds: in the stage itself. commit_seconds: hashing, flushing,
+    start_seconds: until its workers were ready, and until these had made their engines and models. work_seconds: in
+    the stage itself. commit_seconds: hashing, flushing,
     signing and naming the artifact. The rest, waiting_seconds, is the orchestration's: Prefect, looking up what is
     done, leases, the report, and attempts that were lost. ahead_seconds: before all that, beside the sampling of
     its rollouts. bytes: of the artifact. least_seconds: in which the stage's devices could have done

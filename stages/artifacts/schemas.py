@@ -148,21 +148,31 @@ METRICS = _schema(
 
 LEDGER = _schema(
     "ledger",
-    3,
+    4,
     [
         ("round_index", pa.int32(), "-1 before the rounds"),
         ("stage", pa.string(), "label of the stage within the run"),
         ("seconds", pa.float64(), "wall time from the end of the stage before to the end of this one; parts follow"),
         ("waiting_seconds", pa.float64(), "orchestration: Prefect, leases, lookups, the report, lost attempts"),
-        ("start_seconds", pa.float64(), "until the stage's workers were ready"),
+        (
+            "start_seconds",
+            pa.float64(),
+            "until its workers were there, and in which they made, loaded or woke engines and models",
+        ),
         ("work_seconds", pa.float64(), "in the stage itself"),
         ("commit_seconds", pa.float64(), "hashing, flushing, signing and naming the artifact"),
         ("ahead_seconds", pa.float64(), "before all that, beside the sampling of its rollouts (tasks/ahead.py)"),
         ("bytes", pa.int64(), "of the artifact"),
         ("tokens", pa.int64(), "sampled by a generator, or computed by a trainer's models"),
         ("padding_fraction", pa.float64(), "of the computed tokens"),
-        ("model_flops", pa.float64(), "floating-point operations of the models' forward and backward passes"),
+        (
+            "model_flops",
+            pa.float64(),
+            "floating-point operations of the models' passes, forward and backward, or of decoding",
+        ),
         ("least_seconds", pa.float64(), "the least work_seconds that the devices' measured limits allow; 0 if unknown"),
+        ("tokens_per_second", pa.float64(), "of work_seconds and ahead_seconds"),
+        ("limit_share", pa.float64(), "least_seconds of work_seconds and ahead_seconds; 0 if unknown"),
     ],
 )
 """What each stage of a run cost, in the start that made it; zeros where an artifact of another run was used."""

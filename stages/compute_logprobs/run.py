@@ -69,7 +69,8 @@ def _sampling_policy(
     held: tuple[str, TokenLogprobs] | None = context.live.get(_OLDER)
     if held is None or held[0] != sampled_by.fingerprint:
         context.live.pop(_OLDER, None)
-        held = context.live[_OLDER] = (sampled_by.fingerprint, _frozen(job, sampled_by, trainer))
+        with context.starting():
+            held = context.live[_OLDER] = (sampled_by.fingerprint, _frozen(job, sampled_by, trainer))
     return held[1]
 
 
@@ -88,7 +89,8 @@ def _reference(job: ComputeLogprobs, trainer: Trainer, context: Context) -> Toke
         return None
     key = ("ref_policy", job.inputs.ref_policy.fingerprint)
     if key not in context.live:
-        context.live[key] = _frozen(job, job.inputs.ref_policy, trainer)
+        with context.starting():
+            context.live[key] = _frozen(job, job.inputs.ref_policy, trainer)
     reference: TokenLogprobs = context.live[key]
     return reference
 

@@ -43,7 +43,7 @@ class Completion:
 
 
 class GenerationEngine:
-    """A vLLM engine. What a group's prompts share is prefilled once.
+    """A vLLM engine. What a group's prompts share is prefilled once, by whole blocks.
 
     The prefix cache is emptied before each sampling and chunked prefill is off: the bits depend on what is sampled
     together alone. weights, kv_bytes: parameters that a decoding step reads, and bytes of a token's keys and values.

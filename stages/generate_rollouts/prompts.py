@@ -1,8 +1,9 @@
-"""Which prompts a batch takes: a pure function of coordinates. Knows indices only, no prompt."""
+"""Which prompts a batch takes, and which engine which shard of them: pure functions. Knows no prompt's text."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Literal
 
 from stages.artifacts.errors import InputError
@@ -33,3 +34,17 @@ def batch_indices(
             f"{available} of the part {split}; lower rounds.dynamic_sampling.max_batches"
         )
     return sorted(taken)
+
+
+def deal_shards(tokens: Sequence[int], *, engines: int) -> list[list[int]]:
+    """Shards by the tokens that each is expected to take, dealt out so that engines have as equal shares as may be.
+
+    The largest goes first, to whoever has least. Returns each engine's shards, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(engines)]
+    loads = [0] * engines
+    for index in sorted(range(len(tokens)), key=lambda index: (-tokens[index], index)):
+        engine = loads.index(min(loads))
+        shares[engine].append(index)
+        loads[engine] += tokens[index]
+    return [sorted(share) for share in shares]

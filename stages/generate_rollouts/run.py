@@ -16,10 +16,10 @@ from stages.artifacts.seals import adopt, seal
 from stages.artifacts.seeds import seed_at
 from stages.artifacts.shards import read_table, read_tables, write_table
 from stages.artifacts.store import earlier_attempts, open_artifact
-from stages.decoding import DTYPE_BYTES, Decoding
+from stages.decoding import DTYPE_BYTES, Decoding, weights_read
 from stages.engines.vllm_engine import GenerationEngine, Request
 from stages.generate_rollouts.job import GenerateRollouts
-from stages.generate_rollouts.prompts import batch_indices
+from stages.generate_rollouts.prompts import batch_indices, deal_shards
 from stages.program import Context, Metrics
 
 Row = dict[str, Any]
@@ -37,7 +37,10 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
     shards = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     earlier = earlier_attempts(context.out)
     missing = []
-    mine = range(context.rank, len(shards), context.world_size)
+    # A completion is taken to be as long as it may be; a prompt is computed once for its group.
+    longest = parameters.group_size * parameters.max_completion_tokens
+    tokens = [sum(len(prompt["prompt_ids"]) + longest for prompt in shard) for shard in shards]
+    mine = deal_shards(tokens, engines=context.world_size)[context.rank]
     for index in mine:
         if not adopt(layout.shard(context.out, "rollouts", index), earlier=earlier):
             missing.append(index)
@@ -54,8 +57,13 @@ def run(job: GenerateRollouts, context: Context) -> Metrics:
     if missing:
         context.decoding = _decoding(job, context, [row for index in missing for row in lengths[index]])
     prompts_done = sum(len(shards[index]) for index in mine)
-    tokens = sum(completion for rows in lengths.values() for _, completion in rows)
-    return {"prompts": float(prompts_done), "generated_tokens": float(tokens)}
+    generated = sum(completion for rows in lengths.values() for _, completion in rows)
+    weights = engine.weights if missing else weights_read(open_artifact(job.store, job.inputs.policy) / "policy")
+    return {
+        "prompts": float(prompts_done),
+        "generated_tokens": float(generated),
+        "model_flops": 2.0 * weights * generated,
+    }
 
 
 def _lengths(shard: Path) -> list[tuple[int, int]]:
@@ -129,15 +137,16 @@ def _engine(job: GenerateRollouts, context: Context) -> GenerationEngine:
         context.live.pop(_ENGINE_LIVE)[1].close()
         del held
     context.progress("starting vLLM", 0, 1)
-    engine = GenerationEngine(
-        policy,
-        policy_version=version,
-        dtype=parameters.dtype,
-        max_model_tokens=parameters.max_prompt_tokens + parameters.max_completion_tokens,
-        eos=_tokenizer(job, context).eos_token_id,
-        resources=parameters.generator,
-        takes_turns=context.takes_turns,
-    )
+    with context.starting():
+        engine = GenerationEngine(
+            policy,
+            policy_version=version,
+            dtype=parameters.dtype,
+            max_model_tokens=parameters.max_prompt_tokens + parameters.max_completion_tokens,
+            eos=_tokenizer(job, context).eos_token_id,
+            resources=parameters.generator,
+            takes_turns=context.takes_turns,
+        )
     context.live[_ENGINE_LIVE] = (shape, engine)
     return engine
 

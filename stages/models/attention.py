@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
@@ -120,16 +121,24 @@ def has_varlen(dtype: torch.dtype, device: torch.device, heads: tuple[int, int, 
     """Whether by_varlen() gives what by_blocks() gives on `device`: values and gradients of a few ragged rows.
 
     heads: of queries, of keys and values, and their width. Once in a process; where it does not, says so on stderr.
+    Raises torch.OutOfMemoryError: a device that is full for a moment must not decide for the process.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        # What the check saves for its own gradients is none of a checkpointed layer's, which may be what asks.
+        with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
             _require_the_same(dtype, device, heads)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, AssertionError) as error:  # TypeError: an older PyTorch's kernel, without windows
         print(f"attention by blocks, not by flash attention's kernel: {error}", file=sys.stderr)
         return False
     return True
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _require_the_same(dtype: torch.dtype, device: torch.device, heads: tuple[int, int, int]) -> None:

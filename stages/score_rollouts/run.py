@@ -108,8 +108,9 @@ def _score_by_model(
     if key not in live:
         for old in [k for k in live if isinstance(k, tuple) and k[0] == "reward_model"]:
             del live[old]
-        model = load_scalar_model(directory / "reward_model", dtype=job.parameters.dtype)
-        live[key] = model.to(open_device(job.compute))
+        with context.starting():
+            model = load_scalar_model(directory / "reward_model", dtype=job.parameters.dtype)
+            live[key] = model.to(open_device(job.compute))
     sequences = [(rollout["prompt_ids"], rollout["completion_ids"]) for rollout in rollouts]
     budget = job.parameters.max_tokens_per_microbatch
     scores: list[float] = score_sequences(

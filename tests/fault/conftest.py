@@ -13,11 +13,14 @@ from tests.fault.trials import CASES, Nursery, Reference, undisturbed
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Coverage is not measured in the processes that a fault test starts, which do what other tests measure.
 
-    Being measured makes a process's imports a third slower, and a killed one says nothing.
+    Being measured makes a process's imports a third slower, and a killed one says nothing. pytest asks here for the
+    tests of other folders too.
     """
+    if not item.path.is_relative_to(Path(__file__).parent):
+        return (yield)
     setting = os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
     try:
         return (yield)

@@ -7,8 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stages.models.attention import by_blocks, by_varlen, has_varlen
+from stages.models.batches import TokenBatch
+from stages.models.language import TokenLogprobs
 from stages.models.packing import Packed, pack
-from tests.unit.test_packing import rollouts
+from tests.unit.test_packing import model_of, rollouts
 
 CPU = torch.device("cpu")
 ROWS = [([], [5, 6, 7]), *rollouts(4, 3, seed=2), ([5, 6], [])]
@@ -61,6 +63,22 @@ def test_where_there_is_no_kernel_blocks_are_used_and_said(capsys: pytest.Captur
         assert capsys.readouterr().err == ""
         assert not has_varlen(torch.bfloat16, CPU, (4, 2, 8))
     assert "attention by blocks, not by flash attention's kernel: " in capsys.readouterr().err
+
+
+def test_a_checkpointed_layer_may_be_what_asks() -> None:
+    """The first forward pass of a process may be one that is computed again for its gradients."""
+    has_varlen.cache_clear()
+    model = model_of("llama", torch.float32)
+    language_model = TokenLogprobs(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    asked = []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda *_: asked.append(has_varlen(torch.bfloat16, CPU, (4, 2, 8))))
+    batch = TokenBatch.of([p for p, _ in ROWS[1:-1]], [c for _, c in ROWS[1:-1]], device=CPU)
+    language_model(batch.packed, batch.select_M, batch.targets_M, 1.0)[0].sum().backward()
+    assert asked == [False] * 4  # two layers, and both again
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -41,6 +41,7 @@ def test_the_parts_add_up_to_the_whole(tmp_path: Path) -> None:
     assert row["seconds"] == pytest.approx(sum(parts)) == 10.0
     assert row["waiting_seconds"] == 1.5
     assert (row["round_index"], row["tokens"], row["model_flops"], row["bytes"]) == (3, 600, 6e9, 7)
+    assert (row["tokens_per_second"], row["limit_share"]) == (75.0, 0.25)
 
 
 def test_what_was_there_already_did_no_work(tmp_path: Path) -> None:
@@ -151,10 +152,26 @@ def test_the_table_adds_rounds_up_and_puts_the_dearest_first(tmp_path: Path) -> 
         "GFLOP/s",
         "of",
         "limit",
+        "padding",
+        "MB",
     ]
     assert [line.split() for line in lines] == [
-        ["round-update_policy", "2", "20.00", "3.00", "4.00", "12.00", "1.00", "4.00", "75", "0.8", "25%"],
-        ["round-estimate_advantages", "1", "10.00", "1.50", "2.00", "6.00", "0.50", "0.00", "-", "-", "-"],
+        [
+            "round-update_policy",
+            "2",
+            "20.00",
+            "3.00",
+            "4.00",
+            "12.00",
+            "1.00",
+            "4.00",
+            "75",
+            "0.8",
+            "25%",
+            "0.0%",
+            "0.0",
+        ],
+        ["round-estimate_advantages", "1", "10.00", "1.50", "2.00", "6.00", "0.50", "0.00", "-", "-", "-", "-", "0.0"],
     ]
     assert summary_table(rows[-1:]) == []
 
@@ -170,3 +187,20 @@ def test_the_costs_of_a_round_by_name(tmp_path: Path) -> None:
     assert {name.split("/")[1] for name in found} == {"round-update_policy", "after-generate_rollouts"}
     assert found["cost/round-update_policy/work_seconds"] == 6.0
     assert found["cost/after-generate_rollouts/bytes"] == 7.0
+
+
+def test_rates_and_shares_of_a_stage_that_runs_several_times_in_a_round_are_of_all_its_runs(tmp_path: Path) -> None:
+    run = run_in(tmp_path)
+    ledger = Ledger(run)
+    figures = {"model_flops": 1e9, "computed_tokens": 600.0}
+    run.outcomes += [
+        outcome(tmp_path, "round-000-compute_logprobs", padding_fraction=0.1, **figures),
+        outcome(
+            tmp_path, "round-000-001-compute_logprobs", padding_fraction=0.4, **figures | {"computed_tokens": 200.0}
+        ),
+    ]
+    ledger.write()
+    found = ledger.of_round(0)
+    of = {name: found[f"cost/round-compute_logprobs/{name}"] for name in ("tokens_per_second", "limit_share")}
+    assert of == {"tokens_per_second": 50.0, "limit_share": 0.25}
+    assert found["cost/round-compute_logprobs/padding_fraction"] == pytest.approx(0.175)

@@ -89,11 +89,20 @@ def test_gpus_that_are_not_there() -> None:
 
 def test_more_threads_than_cores_is_said_and_not_refused() -> None:
     cores = len(os.sched_getaffinity(0))
-    asked = Resources.model_validate({"trainer": {"threads": cores, "ranks": 2}, "generator": {"threads": cores}})
-    check_machine(asked)
+    resources = {"trainer": {"threads": cores, "ranks": 2}, "generator": {"threads": cores}}
+    asked = load_config("configs/quickstart.yaml").model_copy(update={"resources": Resources.model_validate(resources)})
+    check_machine(asked.resources)
     assert machine_warnings(asked) == [
         f"resources.trainer: ranks x threads is {2 * cores}, this machine has {cores} cores: expect it to be slow"
     ]
+
+
+def test_an_engine_without_a_shard_is_said() -> None:
+    engines = ["resources.generator.engines=2", "resources.generator.threads=1"]
+    (line,) = machine_warnings(load_config("configs/quickstart_grpo.yaml", overrides=engines))
+    assert line.startswith("rounds.prompts_per_shard is 64: ") and "expected at most 32, or engines will have" in line
+    engines.append("rounds.prompts_per_shard=32")
+    assert machine_warnings(load_config("configs/quickstart_grpo.yaml", overrides=engines)) == []
 
 
 def total(**more: Any) -> int:
