@@ -19,7 +19,7 @@ from stages.artifacts.shards import read_rows, write_batches
 from tasks.run import Outcome, Run
 
 Row = dict[str, Any]
-_WIDTHS = (34, 5, 7, 7, 7, 7, 7, 7, 9, 8, 8, 7, 7)
+_WIDTHS = (38, 5, 7, 7, 7, 7, 7, 7, 9, 8, 8, 7, 7)
 _NAMES = (
     *("seconds of", "times", "all", "waiting", "start", "work", "commit", "ahead"),
     *("tokens/s", "GFLOP/s", "of limit", "padding", "MB"),
