@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from configs.models import Optimizer
@@ -21,6 +22,7 @@ from stages.artifacts.errors import GateError, InputError
 
 Batch = TypeVar("Batch")
 _TAG = "state"
+_GRADIENTS = (OffloadStateTypeEnum.lp_grads, OffloadStateTypeEnum.contiguous_grad_buffer)
 
 
 def join_ranks(device: torch.device) -> None:
@@ -133,11 +135,34 @@ class TrainingEngine:
 
     def rest(self) -> None:
         """Move parameters, gradients and optimizer moments to host memory, so that another process has the device."""
-        self._engine.offload_states(pin_memory=self.device.type == "cuda")
+        pin_memory = self.device.type == "cuda"
+        if self.zero_stage < 3:
+            self._engine.offload_states(pin_memory=pin_memory)
+            return
+        whole = not self._frozen()
+        self._engine.offload_states(
+            include=(*_GRADIENTS, OffloadStateTypeEnum.lp_params) if whole else _GRADIENTS, pin_memory=pin_memory
+        )
+        self._move_what_deepspeed_leaves(torch.device("cpu"))
 
     def resume(self) -> None:
         """Move them back."""
         self._engine.reload_states()
+        if self.zero_stage == 3:
+            self._move_what_deepspeed_leaves(self.device)
+
+    def _frozen(self) -> list[Any]:
+        return [p for p in self._engine.module.parameters() if not p.requires_grad]
+
+    def _move_what_deepspeed_leaves(self, device: torch.device) -> None:
+        """ZeRO 3's float32 parameters and moments, which it moves for its own Adam alone, and frozen parameters, which
+        it takes for trained ones; beside those, trained ones are few and stay.
+        """
+        zero = self._engine.optimizer
+        for tensor in (*zero.fp32_partitioned_groups_flat, *(p.ds_tensor for p in self._frozen())):
+            tensor.data = tensor.data.to(device)
+        for state in zero.optimizer.state.values():
+            state.update({name: x.to(device) for name, x in state.items() if torch.is_tensor(x) and x.numel() > 1})
 
     def barrier(self) -> None:
         """Wait for every rank."""

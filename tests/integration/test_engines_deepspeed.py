@@ -162,6 +162,7 @@ def test_a_trainer_that_left_its_device_goes_on_with_the_same_bits(house: House,
                     again, committed = house.again(job, pool=pool), hashes(job.ref.path(house.store))
                     different += [f"{name}: {file}" for file in committed if again[file] != committed[file]]
                     pool.rest(on_progress=lambda what, done, total: None)
+                    assert pool.is_started, f"{name}: a rank that cannot leave its device is ended"
     assert different == []
 
 
