@@ -26,6 +26,18 @@ def limits_of(device: torch.device, dtype: torch.dtype) -> Limits:
     return Limits(copied_bytes_per_second(device), matmul_flops_per_second(device, dtype))
 
 
+def limits_if_there_is_room(*, on_gpu: bool) -> Limits | None:
+    """Of this process's device: products in float32 on CPU, in bfloat16 on a GPU. None if memory is full.
+
+    Measured without a seed of any job's: the next job sets its own.
+    """
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    try:
+        return limits_of(device, dtype)
+    except RuntimeError:  # also cuBLAS and the host say so; what a figure of the ledger costs must never be a job
+        return None
+
+
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations per second of square matrix products."""
     size = 8192 if device.type == "cuda" else 1024

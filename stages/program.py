@@ -198,7 +198,9 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
             least = context.least_seconds(limits, ranks=job.compute.ranks) if limits is not None else 0.0
             reply({"done": metrics, "least": least, "start": context.start_seconds})
             if limits is None and (context.flops or context.decoding is not None):
-                limits = _limits(job)
+                from stages.limits import limits_if_there_is_room
+
+                limits = limits_if_there_is_room(on_gpu=job.compute.device == "cuda")
         except DamagedArtifact as error:
             artifact = [error.stage, error.fingerprint]
             reply({"error": error.kind, "message": redact(str(error)), "artifact": artifact})
@@ -208,23 +210,6 @@ def serve(replies: TextIO, *, warm: str, takes_turns: bool = False) -> None:
             traceback.print_exc()
             reply({"error": "fatal", "message": redact(f"{type(error).__name__}: {error}")})
             break
-
-
-def _limits(job: Job) -> Limits | None:
-    """What this process's device can do: products in float32 on CPU, in bfloat16 on a GPU. None if memory is full.
-
-    Measured without a seed of the job's: the next job sets its own.
-    """
-    import torch
-
-    from stages.limits import limits_of
-
-    on_gpu = job.compute.device == "cuda"
-    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
-    try:
-        return limits_of(device, dtype)
-    except RuntimeError:  # also cuBLAS and the host say so; what a figure of the ledger costs must never be a job
-        return None
 
 
 def main(stage: str) -> None:

@@ -132,7 +132,11 @@ def has_varlen(dtype: torch.dtype, device: torch.device, heads: tuple[int, int, 
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, AssertionError) as error:  # TypeError: an older PyTorch's kernel, without windows
-        print(f"attention by blocks, not by flash attention's kernel: {error}", file=sys.stderr)
+        print(
+            f"attention in {dtype} on {device}: expected flash attention's kernel to give what blocks give, found: "
+            f"{error}; blocks are used, slower; nothing needs doing, or install the pinned versions",
+            file=sys.stderr,
+        )
         return False
     return True
 
